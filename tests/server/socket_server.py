@@ -24,12 +24,18 @@ class SocketServer:
         self.name, self.path, self.ended = arguments["model"], path, ended
         self.process = SimpleNamespace(pid=os.getpid())
         self.go, self.left = asyncio.Event(), asyncio.Event()
-        self.requests = 0
+        self.requests, self.asleep = 0, False
         SocketServer.every.append(self)
 
     async def ready(self) -> int:
         self._server = await asyncio.start_unix_server(self._serve, self.path)
         return 0
+
+    async def sleep(self) -> None:
+        self.asleep = True
+
+    async def wake_up(self) -> None:
+        self.asleep = False
 
     async def stop(self) -> None:
         self._server.close()

@@ -20,7 +20,6 @@ from draftwing.server.signals import Hangup, terminable
 from draftwing.version import __version__
 
 if TYPE_CHECKING:
-    from draftwing.engine.admission import EngineInfo
     from draftwing.server.engine_client import AsyncEngine
     from draftwing.server.telemetry.observer import Watcher
     from draftwing.text.tokenizer import Tokenizer
@@ -30,14 +29,14 @@ STOP_SECONDS = 5.0  # for the engine to end its last step, then it is killed
 
 
 def serve(
-    options: Options, private: socket.socket | None = None, ready: Callable[[EngineInfo], None] = lambda info: None
+    options: Options, private: socket.socket | None = None, ready: Callable[[AsyncEngine], None] = lambda engine: None
 ) -> None:
     """Serves until SIGINT, SIGTERM or the end of the terminal, see `Hangup`. Raises ConfigError, CheckpointError or
     EngineDead before it listens, and SystemExit with code 1 when the engine is lost for good: whoever runs the server
     may start another one.
 
     private: to listen on in place of the address, bound to a path.  ready: is called when requests are taken,
-    with the facts of the engine.
+    with the engine, on its event loop.
     """
     hangup = Hangup(reloads=options.api_key_file is not None)
     with terminable(hangup), private or bind(options.host, options.port) as sock:
@@ -51,7 +50,7 @@ def serve(
             keep_tidy()
             port = None if private is not None else sock.getsockname()[1]
             server = make_server(engine, tokenizer, watchers, STOP_SECONDS, port, hangup)
-            server.ready = partial(ready, engine.info)
+            server.ready = partial(ready, engine)
             server.run(sockets=[sock])
             if server.lost:
                 raise SystemExit(1)

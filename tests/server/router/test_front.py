@@ -178,6 +178,40 @@ async def test_lists_and_loading_by_hand() -> None:
         assert [one["name"] for one in (await client.get("/api/tags")).json()["models"]] == ["a", "b"]
 
 
+async def test_sleep_by_hand() -> None:
+    """By name behind a question mark or in the body, as the state says; who looks at it wakes nobody up."""
+    async with front(default="b", api_key="user", admin_api_key="chief") as client:
+        user, chief = ({"authorization": f"Bearer {key}"} for key in ("user", "chief"))
+
+        async def says(method: str, path: str, status: int = 200, key: dict[str, str] = chief, **more: Any) -> Any:
+            got = await client.request(method, path, headers=key, **more)
+            assert got.status_code == status, got.text
+            return got.json() if got.content else None
+
+        assert "not loaded" in (await says("POST", "/sleep?model=a", 400))["error"]["message"]
+        assert await says("GET", "/is_sleeping?model=a") == {"is_sleeping": False}
+        await says("POST", "/models/load", json={"model": "a"})
+        await says("POST", "/sleep?model=a", 403, user)
+        await says("POST", "/sleep?model=a&level=2", 400)
+        await says("POST", "/sleep?model=a")
+        (server,) = SocketServer.every
+        assert server.asleep and await says("GET", "/is_sleeping?model=a") == {"is_sleeping": True}
+        cards = (await says("GET", "/v1/models"))["data"]
+        assert [one["status"]["value"] for one in cards] == ["sleeping", "unloaded"]
+        (card,) = (await says("GET", "/api/ps"))["models"]
+        assert (card["name"], card["state"]) == ("a", "sleeping")
+        assert (await says("GET", "/metrics?model=a", 201))["name"] == "a" and server.asleep
+        await says("POST", "/v1/any", 201, user, json={"model": "a"})
+        assert not server.asleep
+        await says("POST", "/sleep", json={"model": "a"})
+        assert server.asleep and await says("GET", "/is_sleeping") == {"is_sleeping": False}, "that is of the default"
+        await says("POST", "/wake_up?model=a")
+        assert not server.asleep
+        await says("POST", "/sleep?model=a")
+        freed = await says("POST", "/api/generate", json={"model": "a", "keep_alive": 0})
+        assert freed["done_reason"] == "unload" and server.asleep and not (await says("GET", "/api/ps"))["models"]
+
+
 async def test_who_reads_metrics_keeps_no_model_loaded() -> None:
     async with front() as client:
         await client.post("/api/chat", json={"model": "b", "keep_alive": "1h"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -14,8 +15,9 @@ import pytest
 
 from draftwing.config.model_list import ServedModel
 from draftwing.engine.process.link import EngineDead
-from draftwing.errors import CheckpointError, NotFound
+from draftwing.errors import CheckpointError, GenerationError, NotFound
 from draftwing.server.router.memory import Forecast
+from draftwing.server.router.model import Model
 from draftwing.server.router.models import Models, NoRoom
 
 GB = 10**9
@@ -29,6 +31,7 @@ class Machine:
         self.running: dict[str, FakeServer] = {}
         self.log: list[str] = []
         self.errors: dict[str, Exception] = {}
+        self.refused: set[tuple[str, str]] = set()  # "sleep" or "wake", and whose
         self.pool = 0  # bytes of each one's KV cache
         self.taken = 0  # and what each takes now; 0: not known
 
@@ -37,7 +40,8 @@ class Machine:
 
     def models(self, sizes: Mapping[str, float], **more: Any) -> Models:
         """sizes: GB of each."""
-        every = [ServedModel((name,), more.pop("keep_alive", 1e9), {"model": name, "device": "cpu"}) for name in sizes]
+        kept, device = more.pop("keep_alive", 1e9), more.pop("device", "cpu")
+        every = [ServedModel((name,), kept, {"model": name, "device": device}) for name in sizes]
         forecast = lambda one: Forecast(0, int(sizes[one.name] * GB), 0)  # noqa: E731
         return Models(every, start=self.start, forecast=forecast, taken=lambda pid: self.taken, **more)  # type: ignore[arg-type]
 
@@ -48,6 +52,7 @@ class FakeServer:
         self.machine, self.name, self.path, self.ended = machine, name, path, ended
         self.process = SimpleNamespace(pid=os.getpid())
         self.users = 0
+        self.asleep = False
         machine.running[name] = self
         machine.log.append(f"+{name}")
 
@@ -63,6 +68,26 @@ class FakeServer:
         if self.machine.running.pop(self.name, None):
             self.machine.log.append(f"-{self.name}")
 
+    async def sleep(self) -> None:
+        assert not self.users, "it loses a request"
+        await asyncio.sleep(self.machine.seconds)
+        self.check("sleep")
+        self.asleep = True
+        self.machine.log.append(f"z{self.name}")
+
+    async def wake_up(self) -> None:
+        assert self.asleep
+        await asyncio.sleep(self.machine.seconds)
+        self.check("wake")
+        self.asleep = False
+        self.machine.log.append(f"!{self.name}")
+
+    def check(self, what: str) -> None:
+        if self.machine.running.get(self.name) is not self:
+            raise EngineDead("its process ended")
+        if (what, self.name) in self.machine.refused:
+            raise GenerationError("there is no room")
+
     def die(self) -> None:
         del self.machine.running[self.name]
         self.ended()
@@ -74,6 +99,7 @@ class FakeServer:
 async def ask(models: Models, name: str, seconds: float = 0.0) -> str:
     async with models.use(models.find(name)) as server:
         assert isinstance(server, FakeServer)
+        assert not server.asleep
         server.users += 1
         await asyncio.sleep(seconds)
         server.users -= 1
@@ -187,6 +213,102 @@ async def test_time_without_requests() -> None:
     assert machine.log == ["+a", "-a"]
 
 
+GPU: dict[str, Any] = {"device": "cuda", "budget": 10 * GB, "weights": lambda one: 2 * GB}
+
+
+async def test_on_a_gpu_who_makes_room_sleeps() -> None:
+    """One is awake at a time; each has its process."""
+    machine = Machine()
+    models = machine.models({"a": 1, "b": 1}, **GPU)
+    for name in "abab":
+        await ask(models, name)
+    assert machine.log == ["+a", "za", "+b", "zb", "!a", "za", "!b"]
+    a, b = models.find("a"), models.find("b")
+    assert (a.state, b.state) == ("sleeping", "loaded") and models.loaded == [a, b]
+    assert await models.unload(a) and (a.state, a.asleep) == ("unloaded", False)
+    await ask(models, "a")
+    assert machine.log[-3:] == ["-a", "zb", "+a"]
+    await models.close()
+    assert not machine.running
+
+
+async def test_a_sleeping_model_needs_room_on_the_host() -> None:
+    """Else who sleeps for longest is stopped, and then who was to sleep."""
+    machine = Machine()
+    models = machine.models({"a": 2, "b": 2, "c": 2}, **GPU | {"budget": 7 * GB})
+    for name in "abc":
+        await ask(models, name)
+    assert machine.log == ["+a", "za", "+b", "-a", "zb", "+c"]
+    machine = Machine()
+    models = machine.models({"a": 2, "b": 2}, **GPU | {"budget": 4 * GB})
+    for name in "ab":
+        await ask(models, name)
+    assert machine.log == ["+a", "-a", "+b"]
+
+
+async def test_one_that_cannot_sleep_is_stopped_and_one_that_cannot_wake_is_started_anew() -> None:
+    machine = Machine()
+    models = machine.models({"a": 1, "b": 1}, **GPU)
+    machine.refused = {("sleep", "a"), ("wake", "b")}
+    for name in "abab":
+        await ask(models, name)
+    assert machine.log == ["+a", "-a", "+b", "zb", "+a", "-a", "-b", "+b"]
+    machine.refused.clear()
+    await ask(models, "a")
+    machine.running["b"].die()
+    assert models.find("b").state == "unloaded" and models.find("a").state == "loaded"
+    await ask(models, "b")
+    assert machine.log[-4:] == ["zb", "+a", "za", "+b"]
+
+
+async def test_a_request_keeps_its_model_awake() -> None:
+    machine = Machine(0.005)
+    models = machine.models({"a": 1, "b": 1}, **GPU)
+    long = asyncio.create_task(ask(models, "a", 0.1))
+    await asyncio.sleep(0.03)
+    other = asyncio.create_task(ask(models, "b"))
+    await asyncio.sleep(0.01)
+    assert models.find("a").state == "unloading" and models.find("b").state == "loading"
+    again = asyncio.create_task(ask(models, "a"))
+    assert await asyncio.gather(long, other, again) == ["a", "b", "a"]
+    assert machine.log == ["+a", "za", "+b", "zb", "!a"]
+
+
+async def test_a_sleeping_model_s_time_goes_on() -> None:
+    machine = Machine()
+    models = machine.models({"a": 1, "b": 1}, keep_alive=0.2, **GPU)
+    await ask(models, "a")
+    await ask(models, "b")
+    assert machine.log == ["+a", "za", "+b"] and models.find("a").expires() <= models.find("b").expires()
+    async with asyncio.timeout(10):
+        while machine.running:
+            await asyncio.sleep(0.01)
+    assert sorted(machine.log[3:]) == ["-a", "-b"]
+
+
+async def test_sleep_by_hand() -> None:
+    """On any device; and back by hand, or by a request."""
+    machine = Machine()
+    models = machine.models({"a": 1, "b": 1}, budget=4 * GB)
+    a = models.find("a")
+    assert not await models.sleep(a) and not await models.wake_up(a)
+    for wake in (lambda: models.wake_up(a), lambda: ask(models, "a")):
+        await ask(models, "a")
+        assert await models.sleep(a) and await models.sleep(a) and a.state == "sleeping"
+        await wake()
+        assert a.state == "loaded" and machine.log[-2:] == ["za", "!a"]
+    machine.refused = {("sleep", "a")}
+    with pytest.raises(GenerationError, match="no room"):
+        await models.sleep(a)
+    assert a.state == "loaded" and await ask(models, "a") == "a"
+    machine.refused.clear()
+    machine.taken = GB // 2
+    await models.sleep(a)
+    await models.refresh()
+    assert a.size == GB // 2
+    await models.close()
+
+
 async def test_who_leaves_while_it_waits_holds_nothing() -> None:
     machine = Machine(0.01)
     models = machine.models({"a": 1, "b": 1}, budget=1 * GB)
@@ -215,12 +337,14 @@ async def test_the_end_waits_for_nobody() -> None:
     assert not machine.running
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(1, 20))])
-async def test_random_requests_deaths_and_departures(seed: int) -> None:
+async def test_random_requests_deaths_and_departures(seed: int, device: str) -> None:
     """Each request has an answer of its model or an error; what runs never takes more than the budget."""
     rng, machine = random.Random(seed), Machine(0.001)
     sizes = {name: rng.choice([1, 1.5, 2, 3]) for name in "abcdef"}
-    models = machine.models(sizes, budget=4 * GB, most=rng.choice([None, 2, 3]))
+    most = rng.choice([None, 2, 3])
+    models = machine.models(sizes, budget=4 * GB, most=most, device=device, weights=lambda one: GB // 4)
     answers: list[bool] = []
 
     async def one() -> None:
@@ -229,7 +353,9 @@ async def test_random_requests_deaths_and_departures(seed: int) -> None:
         try:
             async with models.use(models.find(name)) as server:
                 assert isinstance(server, FakeServer)
-                assert sum(sizes[there] for there in machine.running) <= 4
+                assert sum(sizes[there] for there in machine.running) <= 4 and not server.asleep
+                awake = [there for there in machine.running.values() if not there.asleep]
+                assert len(awake) <= (most or (6 if device == "cpu" else 1))
                 until = asyncio.get_running_loop().time() + rng.random() * 0.01
                 server.users += 1
                 try:
@@ -241,6 +367,10 @@ async def test_random_requests_deaths_and_departures(seed: int) -> None:
         except EngineDead:
             answers.append(True)
 
+    async def nap(model: Model) -> None:
+        with contextlib.suppress(EngineDead):
+            await models.sleep(model)
+
     async def trouble() -> None:
         while True:
             await asyncio.sleep(0.005)
@@ -251,6 +381,8 @@ async def test_random_requests_deaths_and_departures(seed: int) -> None:
                     victim.die()
             if rng.random() < 0.3:
                 asyncio.get_running_loop().create_task(models.unload(models.find(rng.choice("abcdef"))))
+            if rng.random() < 0.1:
+                asyncio.get_running_loop().create_task(nap(models.find(rng.choice("abcdef"))))
 
     troubles = asyncio.create_task(trouble())
     asked = [asyncio.create_task(one()) for _ in range(200)]

@@ -204,6 +204,32 @@ async def test_a_model_that_dies_takes_its_own_requests_alone(front: Process, ex
                 await asyncio.sleep(0.05)
 
 
+async def test_models_sleep_and_wake_up(front: Process, expected: tuple[Path, Texts]) -> None:
+    """Whatever is in flight is answered; one that is killed is started anew."""
+    async with httpx.AsyncClient(base_url=front.url, timeout=SECONDS) as client:
+
+        async def text(model: str) -> str:
+            found = (await client.post("/v1/completions", json=body(model, PROMPTS[0]))).json()
+            return str(found["choices"][0]["text"])
+
+        async def state() -> str:
+            cards = (await client.get("/v1/models")).json()["data"]
+            return str(next(one["status"]["value"] for one in cards if one["id"] == "llama"))
+
+        right = expected[1]["llama"][PROMPTS[0]]
+        for turn in range(3):
+            asked = asyncio.gather(*(text("llama") for _ in range(4)))
+            assert await text("llama") == right and await state() == "loaded"
+            assert (await client.post("/sleep?model=llama")).status_code == 200
+            assert await asked == [right] * 4
+            if await state() == "sleeping":
+                assert (await client.get("/metrics?model=llama")).status_code == 200 and await state() == "sleeping"
+            (server,) = front.below("router.child")
+            if turn == 1:
+                os.kill(server, signal.SIGKILL)
+        assert await text("llama") == right
+
+
 async def test_the_page_has_what_it_reads_of_a_model(front: Process) -> None:
     async with httpx.AsyncClient(base_url=front.url, timeout=SECONDS) as client:
         assert "main.js" in (await client.get("/")).text

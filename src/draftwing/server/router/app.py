@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 from pydantic_core import from_json
 from starlette.types import Receive, Scope, Send
@@ -21,6 +21,7 @@ from draftwing.config.api_keys import read_keys
 from draftwing.config.model_list import seconds
 from draftwing.config.options import Options
 from draftwing.errors import CheckpointError, ConfigError, DraftwingError, NotFound, RequestError, listed
+from draftwing.requests.refusals import check_level
 from draftwing.server.app import free_paths
 from draftwing.server.batches.routes import UPLOADS, add_batches, refuse_batches
 from draftwing.server.edge.keys import Allowances, KeyCheck, Keyring
@@ -30,7 +31,8 @@ from draftwing.server.http import EventStream, dialect, encode, json_response, l
 from draftwing.server.ollama import VERSION, chat_content, head, text_content
 from draftwing.server.router.library import Library
 from draftwing.server.router.listing import Listing, show
-from draftwing.server.router.models import Model, Models
+from draftwing.server.router.model import Model
+from draftwing.server.router.models import Models
 from draftwing.server.router.overview import Overview
 from draftwing.server.router.process import ModelServer
 from draftwing.server.router.proxy import forward
@@ -120,6 +122,7 @@ def create_front(models: Models, options: Options, default: str | None = None) -
     _add_own(app, models)
     _add_lists(app, models, lambda: next((one.key for one in keyring.keys.values()), None))
     _add_loading(app, models)
+    _add_sleep(app, models, default)
     _add_stored(app, models, options)
     rows = min([_rows(model) for model in models.every], default=USUAL_ROWS)
     batches = add_batches(app, options, keyring, rows, lambda: models.ending)
@@ -213,6 +216,32 @@ def _add_loading(app: FastAPI, models: Models) -> None:
         return {"success": True}
 
 
+def _add_sleep(app: FastAPI, models: Models, default: str | None) -> None:
+    """By vLLM's names; the model is named behind a question mark, or in the body."""
+
+    async def named(request: Request) -> Model:
+        body = await _read(request) if await request.body() else {}
+        return _named(models, {**({"model": default} if default else {}), **request.query_params, **body})
+
+    @app.post("/sleep")
+    async def sleep(request: Request, level: int = Query(1)) -> Response:
+        """Has a model give its memory back when it has answered what it was asked; a request wakes it up."""
+        check_level(level)
+        model = await named(request)
+        if not await unless_disconnected(request, models.sleep(model)):
+            raise RequestError(f"the model {model.served.name!r} is not loaded", "model")
+        return Response()
+
+    @app.post("/wake_up")
+    async def wake_up(request: Request) -> Response:
+        await unless_disconnected(request, models.wake_up(await named(request)))
+        return Response()
+
+    @app.get("/is_sleeping")
+    async def is_sleeping(request: Request) -> dict[str, bool]:
+        return {"is_sleeping": (await named(request)).asleep}
+
+
 def _add_stored(app: FastAPI, models: Models, options: Options) -> None:
     folder = None if options.models_dir is None else Path(options.models_dir).expanduser().absolute()
     library = Library(models, folder, options.models_cache)
@@ -277,6 +306,8 @@ def _add_rest(app: FastAPI, models: Models, default: str | None, overview: Overv
             if overview is not None and request.url.path == "/ui/info" and "model" not in request.query_params:
                 return json_response(encode(await overview.facts()))
             model = named(request.query_params)
+            if model.asleep and model.server is not None:  # nor wakes it up
+                return Forwarded(model.server, AsyncExitStack(), b"")
             if not model.takes_requests:  # to look at something loads nothing
                 raise RequestError(f"the model {model.served.name!r} is not loaded; POST /models/load does", "model")
             if request.url.path in _WATCHED and model.server is not None:  # who only watches keeps no model
@@ -285,7 +316,9 @@ def _add_rest(app: FastAPI, models: Models, default: str | None, overview: Overv
         found = await _read(request)
         model, path = named({**request.query_params, **found}), request.url.path
         kept = _kept(found) if path.startswith("/api/") else None
-        if kept == 0 and path in _PROMPTS and not found.get(_PROMPTS[path][0]) and model.server is None:
+        awake = model.server is not None and not model.asleep
+        if kept == 0 and path in _PROMPTS and not found.get(_PROMPTS[path][0]) and not awake:
+            await models.unload(model)
             content = _PROMPTS[path][1]()
             freed = {**head(model.served.name), **content, "done": True, "done_reason": "unload"}
             return json_response(encode(freed))

@@ -22,7 +22,8 @@ from draftwing.engine.process.spawn import Failed, how_it_ended, start_module
 from draftwing.errors import RequestError
 from draftwing.server.router.fetcher import DONE, PULL, REMOVE, Piece
 from draftwing.server.router.memory import model_files
-from draftwing.server.router.models import Model, Models
+from draftwing.server.router.model import Model
+from draftwing.server.router.models import Models
 
 FETCHER = "draftwing.server.router.fetcher"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.errors import DraftwingError
-from draftwing.server.router.memory import model_files
-from draftwing.server.router.models import Model
+from draftwing.server.router.memory import WEIGHTS, model_files
+from draftwing.server.router.model import Model
 from draftwing.server.router.proxy import ask
 
 _NEVER = "9999-12-31T23:59:59Z"
@@ -31,7 +31,7 @@ class Listing:
         """Returns an entry of /v1/models, with llama.cpp's `status`."""
         said = await self._of_server(model)
         card = {"id": model.served.name, "object": "model", "created": int(model.since), "owned_by": "draftwing"}
-        takes = {"memory": model.needs.all} if model.ready else {}
+        takes = {"memory": model.size} if model.ready else {}
         status = {"value": model.state} | takes | ({"failed": True, "error": model.failure} if model.failure else {})
         names = {"aliases": list(model.served.names[1:])} if len(model.served.names) > 1 else {}
         return {**card, **said.get("openai", {}), **names, "path": model.served.model, "status": status}
@@ -50,7 +50,8 @@ class Listing:
         """Returns an entry of /api/ps."""
         expires = model.expires()
         found = {**await self.ollama(model), "expires_at": _NEVER if math.isinf(expires) else _written(expires)}
-        return {**found, "size": model.needs.all, **(await self._of_server(model)).get("running", {})}
+        found |= {"size": model.size, "state": model.state}
+        return {**found, **(await self._of_server(model)).get("running", {})}
 
     async def _of_server(self, model: Model) -> dict[str, Any]:
         since, said = self._said.get(model.served.name, (0.0, {}))
@@ -94,7 +95,7 @@ def show(model: Model) -> dict[str, Any]:
 
 def _from_files(model: Model) -> dict[str, Any]:
     files, name = model_files(model.served), model.served.name
-    weights = [file for file in files if file.suffix in (".gguf", ".safetensors", ".bin", ".pt")]
+    weights = [file for file in files if file.suffix in WEIGHTS]
     form = "gguf" if any(file.suffix == ".gguf" for file in weights) else "safetensors"
     details = {"parent_model": "", "format": form, "family": "", "families": [], "parameter_size": ""}
     return {

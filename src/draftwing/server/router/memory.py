@@ -17,6 +17,7 @@ PROCESS_BYTES = 450 << 20  # of a model's processes, without weights and KV: mea
 GROWTH_BYTES = 32 << 20  # that they take later than their start, by steps
 POOL_BYTES = 2 << 30  # of the KV pool on a CPU by default, a quarter of what is free at most
 _LAYERS, _HEADS, _KV_HEADS, _SIZE = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"
+WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")  # endings of their files
 _PART = re.compile(r"-\d{5}-(of-\d{5})$", re.ASCII)
 
 
@@ -44,8 +45,7 @@ def forecast(model: ServedModel, free: int | None = None) -> Forecast:
     """Returns what a model takes where the host computes; on a GPU weights and KV cache are not the host's. free: bytes
     that are, by default those of now."""
     arguments = model.arguments
-    files = model_files(model)
-    weights = sum(file.stat().st_size for file in files if file.suffix in (".gguf", ".safetensors", ".bin", ".pt"))
+    files, weights = model_files(model), weight_bytes(model)
     beneath = int((arguments.get("hicache_size") or 0) * 1e9)
     if not on_host(arguments.get("device", Options.device)):
         return Forecast(0, beneath)
@@ -55,6 +55,11 @@ def forecast(model: ServedModel, free: int | None = None) -> Forecast:
         return Forecast(weights, tokens * slot + beneath)
     pool = int(max(free - weights, 0) * fraction) if fraction else min(POOL_BYTES, max(free - weights, 0) // 4)
     return Forecast(weights, pool + beneath)
+
+
+def weight_bytes(model: ServedModel) -> int:
+    """Returns the bytes of a model's files of weights that are on this machine."""
+    return sum(file.stat().st_size for file in model_files(model) if file.suffix in WEIGHTS)
 
 
 def measured(weights: int, pool: int, resident: int) -> Forecast:

@@ -4,6 +4,9 @@ needs the memory.
 A request in flight keeps its model. Who needs room gets that of the model whose last request is longest ago; where all
 have requests, that model takes no further ones (they wait for its next start) and ends when it has answered. Whoever
 waits for room gets it in the order in which they came, so that no model waits for ever behind busy ones.
+
+On a GPU one that makes room sleeps instead, where the host has room for its weights: its process stays, and its next
+request wakes it up. Its time without requests goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ from draftwing.config.devices import on_host
 from draftwing.config.model_list import ServedModel
 from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineDead
-from draftwing.errors import DraftwingError, NotFound, listed
+from draftwing.errors import DraftwingError, GenerationError, NotFound, listed
 from draftwing.machine import free_memory
-from draftwing.server.router.memory import Forecast, forecast, gigabytes, measured, taken
+from draftwing.server.router.memory import Forecast, forecast, gigabytes, measured, taken, weight_bytes
+from draftwing.server.router.model import Model
 from draftwing.server.router.process import ModelServer
 
 logger = logging.getLogger(__name__)
@@ -40,54 +44,6 @@ class NoRoom(EngineDead):
     """A model that does not fit, whatever else is stopped (HTTP 503)."""
 
 
-class Model:
-    """One of them, and what it does.
-
-    in_flight: requests that its server has.  closing: it is stopped when it has none; further ones wait.  removed: its
-    files are being deleted.  used: when the newest request began or ended, seconds of `time.monotonic`.  since: when it
-    was loaded, seconds of `time.time`.
-    failure: why its last start failed, or how its process ended.
-    """
-
-    def __init__(self, served: ServedModel) -> None:
-        self.served = served
-        self.server: ModelServer | None = None
-        self.starting: asyncio.Task[None] | None = None
-        self.waiting: list[asyncio.Future[None]] = []  # for the next start, or the one that goes on
-        self.ready = self.closing = self.removed = False
-        self.in_flight = 0
-        self.used, self.since = -math.inf, 0.0
-        self.keep_alive = served.keep_alive
-        self.timer: asyncio.TimerHandle | None = None
-        self.needs = Forecast(0, 0)  # of the start; once it is loaded, `memory.measured`
-        self.pool, self.resident = 0, math.inf  # as `memory.measured` has them, the least that was seen
-        self.failure: str | None = None
-
-    @property
-    def state(self) -> str:
-        """Returns llama.cpp's word."""
-        if self.server is None:
-            return "unloaded" if self.starting is None else "loading"
-        return "loading" if not self.ready else "unloading" if self.closing else "loaded"
-
-    @property
-    def runs(self) -> bool:
-        """Returns whether it has a process, or is going to."""
-        return self.server is not None or self.starting is not None
-
-    @property
-    def busy(self) -> bool:
-        return self.in_flight > 0 or (self.server is not None and not self.ready)
-
-    @property
-    def takes_requests(self) -> bool:
-        return self.ready and not self.closing
-
-    def expires(self) -> float:
-        """Returns when it is stopped unless a request comes, seconds of `time.time`; never: infinity."""
-        return time.time() + self.keep_alive + (0 if self.in_flight else self.used - time.monotonic())
-
-
 class Models:
     """Belongs to the running event loop."""
 
@@ -95,13 +51,14 @@ class Models:
         self, listed: Sequence[ServedModel], *, further: Further | None = None,
         most: int | None = None, budget: float | None = None, start: Start = ModelServer,
         forecast: Callable[[ServedModel], Forecast] = forecast, taken: Callable[[int], int] = taken,
+        weights: Callable[[ServedModel], int] = weight_bytes,
     ) -> None:  # fmt: skip
         """further: finds more of them, which come and go.  most: models at once.  budget: bytes that they may
         take; None: what is free."""
         self.every = [Model(one) for one in listed]
         self._listed = list(self.every)
         self._further, self._start, self._forecast = further, start, forecast
-        self._most, self._budget, self._taken = most, budget, taken
+        self._most, self._budget, self._taken, self._weights = most, budget, taken, weights
         self._room = asyncio.Lock()  # of who makes room
         self._changes: set[asyncio.Future[None]] = set()
         self._sockets, self._lock = _socket_folder()
@@ -167,6 +124,34 @@ class Models:
         await self._stop(model, server)
         return True
 
+    async def sleep(self, model: Model) -> bool:
+        """Has a model give its memory back when it has answered what it was asked; whether it sleeps then. Raises
+        GenerationError where the host has no room for what it has on a GPU, or EngineDead."""
+        server = model.server
+        if server is None or model.closing or model.asleep:
+            return model.asleep
+        model.resting = True
+        try:
+            while model.busy and model.server is server:
+                await self._change()
+            if model.server is server and not model.closing:
+                await server.sleep()
+                model.asleep = model.server is server
+        finally:
+            model.resting = False
+            self._expire(model)
+            self._changed()
+        if model.asleep:
+            logger.info("model %s sleeps", model.served.name)
+        return model.asleep
+
+    async def wake_up(self, model: Model) -> bool:
+        """Wakes a model up; whether it slept. Raises DraftwingError where it is not awake then."""
+        if not model.asleep:
+            return False
+        await self.load(model)
+        return True
+
     def is_listed(self, model: Model) -> bool:
         """Returns whether it is one of those that do not come and go."""
         return model in self._listed
@@ -228,42 +213,66 @@ class Models:
         if model.timer is not None:
             model.timer.cancel()
             model.timer = None
-        if model.takes_requests and not model.in_flight and model.keep_alive < math.inf:
+        if _waits(model) and model.keep_alive < math.inf:
             loop = asyncio.get_running_loop()
-            model.timer = loop.call_later(model.keep_alive, lambda: loop.create_task(self._expired(model)))
+            left = model.keep_alive + model.used - time.monotonic()
+            model.timer = loop.call_later(max(left, 0), lambda: loop.create_task(self._expired(model)))
 
     async def _expired(self, model: Model) -> None:
-        if model.takes_requests and not model.in_flight:
+        if _waits(model):
             logger.info("model %s is stopped: no request for %g s", model.served.name, model.keep_alive)
             await self.unload(model)
 
     # -- starts and stops ----------------------------------------------------------------------------------------------
 
     async def _run(self, model: Model) -> None:
-        """Starts a model and lets in who waits, or tells them why not."""
+        """Starts a model, or wakes it up, and lets in who waits, or tells them why not."""
         try:
             async with self._room:
-                while model.server is not None:  # its last one ends
-                    await self._change()
-                await self._make_room(model)
-                server = self._spawn(model)
-            model.pool = await server.ready()
-            if model.server is not server:
-                raise EngineDead(f"its process ended: {model.failure}")
+                while model.server is not None and not (model.asleep or model.takes_requests):
+                    await self._change()  # its last one ends, or falls asleep
+                server = None
+                if not model.takes_requests:  # else it could not
+                    await self._make_room(model)
+                    if not await self._wake(model):
+                        server = self._spawn(model)
+            if server is not None:
+                await self._load(model, server)
         except BaseException as error:
             await self._failed(model, error)
             if not isinstance(error, DraftwingError | asyncio.CancelledError):
                 raise
             return
-        model.ready, model.failure, model.since, model.starting = True, None, time.time(), None
-        model.keep_alive = model.served.keep_alive
-        model.resident = math.inf
-        logger.info("model %s is loaded", model.served.name)
+        model.starting = None
         for turn in _taken_out(model.waiting):
             self._begin(model)
             turn.set_result(None)
         self._expire(model)
         self._changed()
+
+    async def _load(self, model: Model, server: ModelServer) -> None:
+        model.pool = await server.ready()
+        if model.server is not server:
+            raise EngineDead(f"its process ended: {model.failure}")
+        model.ready, model.failure, model.since = True, None, time.time()
+        model.keep_alive = model.served.keep_alive
+        model.resident = math.inf
+        logger.info("model %s is loaded", model.served.name)
+
+    async def _wake(self, model: Model) -> bool:
+        """Has a model awake that sleeps. Returns whether it is; one that cannot be is stopped."""
+        server = model.server
+        if server is None:
+            return False
+        try:
+            await server.wake_up()
+        except (GenerationError, EngineDead) as error:
+            logger.warning("model %s is started anew: %s", model.served.name, error)
+            await self._stop(model, server)
+            return False
+        model.asleep = False
+        logger.info("model %s is awake", model.served.name)
+        return model.server is server
 
     async def _failed(self, model: Model, error: BaseException) -> None:
         """Tells those who wait for a start why there is none."""
@@ -303,19 +312,23 @@ class Models:
             self._clear(model)
 
     def _clear(self, model: Model) -> None:
-        model.server, model.ready, model.closing = None, False, False
+        model.server = None
+        model.ready = model.closing = model.resting = model.asleep = False
         if model.timer is not None:
             model.timer.cancel()
             model.timer = None
         self._changed()
 
     async def _make_room(self, model: Model) -> None:
-        """Stops other models until there is room for one. Raises NoRoom, and stops none, where there never would be."""
-        model.needs = need = await asyncio.to_thread(self._forecast, model.served)
-        most = self._most or (math.inf if on_host(model.served.arguments.get("device", Options.device)) else 1)
+        """Stops other models until there is room for one, or has them sleep. Raises NoRoom, and stops none, where there
+        never would be."""
+        if model.server is None:
+            model.needs = await asyncio.to_thread(self._forecast, model.served)
+        need, device = model.needs, model.served.arguments.get("device", Options.device)
+        most = self._most or (math.inf if on_host(device) else 1)
         while True:
             others = [one for one in self.every if one.server is not None and one is not model]
-            left, total = await self._measure(others)
+            left, total = await self._measure(model, others)
             if need.all > total:
                 of = "may be taken (--models-memory)" if self._budget is not None else "can be free"
                 raise NoRoom(
@@ -323,23 +336,44 @@ class Models:
                     "max_total_tokens or mem_fraction_static"
                 )
             others = [one for one in others if one.server is not None]
-            if need.all <= left and len(others) < most:
+            awake = [one for one in others if not one.asleep]
+            if need.all <= left and len(awake) < most:
                 return
-            idle = [one for one in others if not one.busy]
-            if victim := min(idle or others, key=lambda one: one.used, default=None):
+            some = others if need.all > left else awake
+            victim = min([one for one in some if not one.busy] or some, key=lambda one: one.used, default=None)
+            if victim is not None:
                 logger.info("model %s makes room for %s", victim.served.name, model.served.name)
-                await self.unload(victim)
+                await self._send_away(victim, [one for one in others if one.asleep], left - need.all)
 
-    async def _measure(self, models: Sequence[Model]) -> tuple[float, float]:
-        """Returns bytes that nobody has taken or is going to take, and those that there were without these models."""
-        now = await self._taken_by(models)
-        sizes = {model: max(model.needs.all, size) for model, size in now.items()}
+    async def _send_away(self, model: Model, asleep: Sequence[Model], room: float) -> None:
+        """Has a model on a GPU sleep. As long as the host has no room for its weights others that sleep are stopped,
+        first the one whose last request is longest ago; where that is not enough this one is. room: bytes of the
+        host's."""
+        if not model.asleep and not on_host(model.served.arguments.get("device", Options.device)):
+            needed = await asyncio.to_thread(self._weights, model.served)
+            if needed > room and asleep:
+                await self.unload(min(asleep, key=lambda one: one.used))
+                return  # it is looked at again what is free
+            if needed <= room:
+                try:
+                    if await self.sleep(model):
+                        return
+                except (GenerationError, EngineDead) as error:
+                    logger.warning("model %s is stopped, for it cannot sleep: %s", model.served.name, error)
+        await self.unload(model)
+
+    async def _measure(self, model: Model, others: Sequence[Model]) -> tuple[float, float]:
+        """Returns bytes that are there for a model: that nobody has taken or is going to take, and all without these
+        others. What it takes itself while it sleeps is among them."""
+        now = await self._taken_by([*others, model])
+        own = now.pop(model, 0)
+        sizes = {one: max(one.size, size) for one, size in now.items()}
         if self._budget is not None:
             return self._budget - sum(sizes.values()), self._budget
         free = free_memory()
         if free is None:
             return math.inf, math.inf
-        return free + sum(now.values()) - sum(sizes.values()), free + sum(now.values())
+        return own + free + sum(now.values()) - sum(sizes.values()), own + free + sum(now.values())
 
     async def _taken_by(self, models: Iterable[Model]) -> dict[Model, int]:
         """Returns the bytes that each of these takes now, as far as it runs; in place of the forecast of one that is
@@ -347,7 +381,9 @@ class Models:
         pids = {model: model.server.process.pid for model in models if model.server is not None}
         now = await asyncio.to_thread(lambda: {model: self._taken(pid) for model, pid in pids.items()})
         for model, size in now.items():
-            if model.ready and size:
+            if model.asleep:
+                model.rests = size
+            elif model.ready and size:
                 model.resident = min(model.resident, size)  # the least: at first an engine takes more for a moment
                 model.needs = measured(model.needs.weights, model.pool, int(model.resident))
         return now
@@ -402,6 +438,11 @@ def _socket_folder() -> tuple[Path, BinaryIO]:
     fcntl.flock(held, fcntl.LOCK_EX)
     (folder / "new").rename(folder / _LOCK)  # now others see it, when it is locked
     return folder, held
+
+
+def _waits(model: Model) -> bool:
+    """Returns whether it has no requests, and is not about to change."""
+    return (model.takes_requests or model.asleep) and not model.in_flight and model.starting is None
 
 
 def _taken_out(waiting: list[asyncio.Future[None]]) -> Iterator[asyncio.Future[None]]:

@@ -9,7 +9,8 @@ from typing import Any
 from draftwing.config.model_list import ServedModel
 from draftwing.machine import free_memory
 from draftwing.server.router.memory import model_files, taken
-from draftwing.server.router.models import Model, Models
+from draftwing.server.router.model import Model
+from draftwing.server.router.models import Models
 from draftwing.version import __version__
 
 _FRESH = 1.0  # seconds for which sizes are not measured again, however many look
@@ -44,7 +45,7 @@ class Overview:
             "requests": model.in_flight,
             "waiting": len(model.waiting),
             "memory": memory if model.server is not None else 0,
-            "at_most": model.needs.all if model.server is not None else 0,
+            "at_most": model.size if model.server is not None else 0,
             "files": files,
         }
 

@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from draftwing.engine.process.link import EngineDead
 from draftwing.engine.process.spawn import Failed, how_it_ended, start_module
+from draftwing.errors import GenerationError
 
 CHILD = "draftwing.server.router.child"
+SLEEP, WAKE_UP = "sleep", "wake up"  # what is said to it, see `child.Obeying`
+GONE = object()  # in place of a message
 STOP_SECONDS = 15.0  # for a server without requests to end; then it is killed
 
 
@@ -29,6 +33,7 @@ class ModelServer:
         self.process, (self._connection,) = start_module(module, 1, new_session=True)
         self._loop = asyncio.get_running_loop()
         self._first: asyncio.Future[Any] = self._loop.create_future()
+        self._answers = deque[asyncio.Future[str | None]]()
         self._gone = asyncio.Event()
         self._stopping = False
         with contextlib.suppress(OSError):  # one that is gone already is noticed in a moment
@@ -61,6 +66,26 @@ class ModelServer:
         with contextlib.suppress(OSError):
             os.unlink(self.path)
 
+    async def sleep(self) -> None:
+        """Has its engine give memory back when it has answered what it was sent. Raises GenerationError where that is
+        refused, or EngineDead."""
+        await self._do(SLEEP)
+
+    async def wake_up(self) -> None:
+        """Has its engine be awake. Raises as `sleep`."""
+        await self._do(WAKE_UP)
+
+    async def _do(self, what: str) -> None:
+        answer: asyncio.Future[str | None] = self._loop.create_future()
+        self._answers.append(answer)
+        try:
+            self._connection.send(what)
+        except OSError:
+            self._answers.remove(answer)
+            raise EngineDead("its process ended") from None
+        if (refused := await asyncio.shield(answer)) is not None:
+            raise GenerationError(refused)
+
     def reload(self) -> None:
         """Has it read its keys again."""
         with contextlib.suppress(ProcessLookupError):
@@ -75,12 +100,16 @@ class ModelServer:
         try:
             message = self._connection.recv()
         except (EOFError, OSError):
-            message = None
+            message = GONE
             self._loop.remove_reader(self._connection.fileno())
             self._connection.close()
         if not self._first.done():
             self._first.set_result(message)
-        if message is None:
+        elif message is not GONE and self._answers:
+            self._answers.popleft().set_result(message)
+        if message is GONE:
+            while self._answers:
+                self._answers.popleft().set_exception(EngineDead("its process ended"))
             self._gone.set()
             if not self._stopping:
                 self._ended()

@@ -4,7 +4,7 @@ import { ask } from "./api.js";
 import { byId, h, number } from "./dom.js";
 
 const AGAIN = 2000; // milliseconds between two looks
-const STATES = { unloaded: "not loaded", loading: "loading", loaded: "loaded", unloading: "unloading" };
+const STATES = { unloaded: "not loaded", loading: "loading", loaded: "loaded", sleeping: "sleeping", unloading: "unloading" };
 
 /** The model that the page's address names; null where it names none. */
 export const chosenIn = (search) => new URLSearchParams(search).get("model") || null;
@@ -85,7 +85,7 @@ export function table({ models, memory }, chosen, act) {
 }
 
 function row(one, chosen, act) {
-  const on = one.state === "loaded" || one.state === "unloading";
+  const on = ["loaded", "sleeping", "unloading"].includes(one.state);
   const action = on ? "unload" : "load";
   const state = one.failure && one.state === "unloaded" ? `not loaded: ${one.failure}` : STATES[one.state];
   return h("tr", { "data-chosen": chosen },
