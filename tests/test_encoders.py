@@ -15,6 +15,7 @@ from tiny_embedder import CLS, LAST, MEAN
 from tiny_encoder import BERT, ROBERTA, XLM, theirs, write_encoder
 
 from draftwing import LLM
+from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.errors import CheckpointError, ConfigError, GenerationError, RequestError
 from draftwing.models.config import from_hf
 from draftwing.models.loader import load_config
@@ -91,6 +92,28 @@ def test_scores_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     (Path(folder) / "config.json").write_text(json.dumps(config))
     with LLM(folder, **SMALL) as llm:
         np.testing.assert_allclose(llm.score(TEXTS[0], TEXTS), logits, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scores", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_it_runs_on_tritons_operations(mended_interpreter: None, tmp_path: Path, scores: bool) -> None:
+    """Interpreted where there is no GPU."""
+    pytest.importorskip("triton")
+    from draftwing.ops.triton.ops import TritonOps
+
+    class Interpreted(CpuDevice):
+        def make_ops(self) -> TritonOps:
+            ops = TritonOps(self.device)
+            ops.hash_kernels = lambda: None  # type: ignore[method-assign]  # there are none that are compiled
+            return ops
+
+    folder = str(write_encoder(tmp_path / "model", scores=scores))
+    with LLM(folder, **SMALL) as llm:
+        expected = llm.score("a", TEXTS)
+    with LLM(folder, **SMALL, device=Interpreted) as llm:
+        found = llm.score("a", TEXTS)
+        assert llm.score("a", TEXTS[1])[0] == found[1]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_lengths(tmp_path: Path) -> None:

@@ -116,13 +116,15 @@ class Encoder(nn.Module):
         """x [M, hidden], embeddings; ids, positions [M] int64 -> [M, hidden]"""
         # A step without prompts may be anywhere.
         rows = (positions + self.config.first).clamp(max=self.config.rows - 1)
-        types = torch.zeros_like(ids)
+        types = self.types[0]
         if self.out is not None and self.config.types > 1:
+            second = torch.zeros_like(ids)
             for span in _chunks(attend, 0):
                 here = slice(span.offset, span.offset + span.length)
                 ends = ids[here] == ids[span.offset + span.length - 1]  # a separator ends either text
-                types[here] = ((ends.cumsum(0) - ends.long()) > 0).long()
-        return x + self.types[types] + self.positions[rows]
+                second[here] = ((ends.cumsum(0) - ends.long()) > 0).long()
+            types = self.types[second]
+        return x + types + self.positions[rows]
 
     def pooled(self, x: Tensor, attend: Attend) -> Tensor:
         """x [M, hidden], behind the last norm -> the same, overwritten; in the place of each text's last token lies its
