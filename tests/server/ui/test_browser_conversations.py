@@ -212,6 +212,22 @@ def test_an_answer_goes_on_when_the_page_was_killed(url: str, open_page: Open, e
     assert "stopped" not in again.locator(".figures").text_content()
 
 
+def test_an_answer_goes_on_whose_page_was_killed_before_it_began(url: str, open_page: Open, engine: FakeEngine) -> None:
+    """The second one of two, of which no event has come yet."""
+    page = open_page(url)
+    engine.pause = 1
+    page.get_by_text("Side by side").click()
+    ask(page, "Why?")
+    wait_until(lambda: len(engine.requests) == 2)
+    page.wait_for_timeout(300)
+    again = page.context.new_page()
+    page.close(run_before_unload=False)
+    again.goto(url)
+    again.wait_for_selector("#send[data-stops]")
+    wait_for_end(again)
+    assert again.locator(".assistant .text").all_text_contents() == ["user:Why?"] * 2 and not engine.aborted
+
+
 def test_an_answer_that_goes_on_can_be_stopped(url: str, open_page: Open, engine: FakeEngine) -> None:
     again = killed(open_page(url), url, 100)
     again.wait_for_selector("#send[data-stops]")

@@ -343,13 +343,15 @@ def test_figures_of_an_answer(run: Run) -> None:
 
 
 KEPT = """
-const { run, newAnswer } = await import("./answers.js");
+const { run, newAnswer, resumed } = await import("./answers.js");
+const { choose } = await import("./api.js");
 globalThis.sessionStorage = { getItem: () => null };
 const wait = globalThis.setTimeout;
 globalThis.setTimeout = (what, time) => wait(what, time / 100);
 const asked = [], bytes = (text) => new TextEncoder().encode(text);
 const replies = [...data.replies];
 globalThis.fetch = async (path, { method = "GET", headers, signal }) => {
+  if (signal?.aborted) throw Object.assign(new Error(), { name: "AbortError" });
   asked.push([method, path, headers["x-draftwing-keep"] ?? null]);
   if (method === "DELETE") return { ok: true, status: 200 };
   const reply = replies.shift();
@@ -363,10 +365,16 @@ globalThis.fetch = async (path, { method = "GET", headers, signal }) => {
   return { ok: true, status: 200, body: { getReader: () => ({ read }) } };
 };
 const control = new AbortController();
-const answer = Object.assign(newAnswer(true, false), { kept: "an-id-of-the-answer" });
+const kept = { id: "an-id-of-the-answer", model: data.model ?? null };
+const answer = Object.assign(newAnswer(true, false), { kept }, data.before);
+const settle = data.before ? resumed(answer) : () => {};
+if (data.model) choose("another");
+if (data.stopped) wait(() => control.abort(), data.stopped);
 await run(answer, data.body, control.signal, () => {});
+settle();
+choose(null);
 globalThis.setTimeout = wait;
-give({ asked, ...answer, kept: answer.kept ?? null });
+give({ asked, ...answer, kept: answer.kept?.id ?? null });
 """
 
 
@@ -399,9 +407,61 @@ def test_what_the_server_has_no_longer_and_who_stops(run: Run) -> None:
     assert gone["content"] == "a" and gone["error"] == "The connection to the server broke off."
     lost = run(KEPT, {"body": {"messages": []}, "replies": [None] * 4})
     assert lost["error"] == "The server does not answer. Is it still running?" and len(lost["asked"]) == 4
+    assert (gone["kept"], lost["kept"]) == (None, "an-id-of-the-answer"), (
+        "it is asked for when the page is opened again"
+    )
     stopped = run(KEPT, {"body": {"messages": []}, "replies": [[said("a"), "stop"]]})
     assert (stopped["content"], stopped["finish"]) == ("a", "stopped") and "error" not in stopped
     assert stopped["asked"][-1] == ["DELETE", "./ui/answers/an-id-of-the-answer", None]
+
+
+def test_a_connection_that_breaks_off_again_and_again(run: Run) -> None:
+    """As long as something comes in between: only what is lost four times in a row is given up."""
+    replies = [[said(letter)] for letter in "abcdefghi"] + [[END]]
+    found = run(KEPT, {"body": {"messages": []}, "replies": replies})
+    assert (found["content"], found["finish"]) == ("abcdefghi", "stop") and "error" not in found
+
+
+def test_an_error_of_the_answer_is_shown_when_the_connection_broke_off_before(run: Run) -> None:
+    error = f"data: {json.dumps({'error': {'message': 'the engine stopped'}})}\n\n"
+    found = run(KEPT, {"body": {"messages": []}, "replies": [[said("a")], [error]]})
+    assert (found["content"], found["error"], found["kept"]) == ("a", "The engine stopped", None)
+
+
+def test_who_stops_while_the_connection_is_lost_does_not_wait(run: Run) -> None:
+    script = KEPT.replace("wait(what, time / 100)", "0")  # no time is ever over
+    found = run(script, {"body": {"messages": []}, "replies": [[said("a")]], "stopped": 50})
+    assert found["finish"] == "stopped" and found["asked"][-1][0] == "DELETE"
+
+
+def test_an_answer_is_asked_of_its_own_model(run: Run) -> None:
+    """Where the page was opened again with another one."""
+    before = {"content": "a", "reasoning": "", "finish": "stopped"}
+    found = run(KEPT, {"body": None, "replies": [[said("a"), "stop"]], "before": before, "model": "first"})
+    path = "./ui/answers/an-id-of-the-answer"
+    assert [one[:2] for one in found["asked"]] == [
+        ["GET", f"{path}?after=0&model=first"],
+        ["DELETE", f"{path}?model=first"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("replies", "text", "error", "kept"),
+    [
+        ([404], "abc", None, False),
+        ([None] * 4, "abc", None, True),
+        ([[said("ab")], [], [], []], "abc", None, True),
+        ([[said("abcde")], 404], "abcde", "The connection to the server broke off.", False),
+    ],
+)
+def test_no_text_of_an_answer_is_lost_when_it_is_followed(
+    run: Run, replies: list[Any], text: str, error: str | None, kept: bool
+) -> None:
+    """What is longer stays: what the page had, or what the server had of an answer that did not end."""
+    before = {"content": "abc", "reasoning": "", "finish": "stopped"}
+    found = run(KEPT, {"body": None, "replies": replies, "before": before})
+    assert (found["content"], found.get("error"), found["kept"] is not None) == (text, error, kept)
+    assert found["running"] is False and found.get("finish") == (None if error else "stopped")
 
 
 def test_a_line_over_hours_with_marks(run: Run) -> None:

@@ -10,9 +10,6 @@ const REFRESH = 60; // milliseconds between two renderings of a text that grows
 const SHARE = 8; // times what a rendering took, which are waited before the next: it never takes the most of the time
 const PAUSES = [500, 2000, 8000]; // milliseconds before each time that a stream which broke off is asked for again
 
-/** What the server is to keep an answer as: nobody can guess it. */
-export const keptName = () => [...crypto.getRandomValues(new Uint32Array(4))].map((part) => part.toString(16).padStart(8, "0")).join("");
-
 /** Asks, and fills `answer`, which waits for it, as it comes: content, reasoning, trace, figures, error. `changed` is called
  * each time. body: null: the server has been asked before, and keeps the answer as `answer.kept`. */
 export async function run(answer, body, signal, changed) {
@@ -20,40 +17,59 @@ export async function run(answer, body, signal, changed) {
   if (asked && !answer.drafts) asked.speculative = "off";
   if (asked && answer.trace) asked.speculative_trace = true;
   if (asked?.logprobs) answer.probabilities = new Probabilities();
-  const kept = { id: answer.kept, seen: 0 };
+  const kept = { ...answer.kept, seen: 0 };
   const clock = { asked: performance.now(), first: 0, last: 0 };
   const taken = (event) => {
     take(answer, event, clock);
     changed();
   };
+  let lost = false;
   try {
     await whole(asked, kept, taken, signal);
   } catch (error) {
+    ({ lost } = error);
     if (error.name === "AbortError") {
       answer.finish = "stopped";
       forget(kept);
     } else answer.error = error.message;
   }
   answer.running = false;
-  delete answer.kept;
+  if (!lost) delete answer.kept; // else the server may still go on with it, and the page asks when it is opened again
   changed();
 }
 
 /** A stream that the server goes on with when the connection breaks off: it is asked for again, from there on. */
 async function whole(asked, kept, take, signal) {
-  const follow = () => stream(`/ui/answers/${kept.id}?after=${kept.seen}`, undefined, take, signal, kept);
   let broken = null;
-  for (const pause of [0, ...PAUSES]) {
-    if (broken) await new Promise((resolve) => { setTimeout(resolve, pause); });
+  for (let pauses = PAUSES; ; pauses = pauses.slice(1)) {
+    const { seen } = kept;
     try {
-      const first = asked && !broken;
-      return await (first ? stream("/v1/chat/completions", asked, take, signal, kept) : follow());
+      if (asked && !broken) return await stream("/v1/chat/completions", asked, take, signal, kept);
+      return await stream(`/ui/answers/${kept.id}?after=${seen}`, undefined, take, signal, kept);
     } catch (error) {
-      if (!error.lost) throw error.name === "AbortError" ? error : broken ?? error;
+      if (!error.lost) throw error.gone && broken ? Object.assign(broken, { lost: false }) : error;
       broken = error;
     }
+    if (kept.seen > seen) pauses = PAUSES;
+    if (!pauses.length) throw broken;
+    await pause(pauses[0], signal);
   }
-  throw broken;
+}
+
+const pause = (time, signal) => new Promise((resolve) => {
+  setTimeout(resolve, time);
+  signal.addEventListener("abort", resolve, { once: true });
+});
+
+/** Has an answer of before wait for what the server keeps of it. Returns what puts it back where less came than there was. */
+export function resumed(answer) {
+  const before = { ...answer };
+  const size = ({ content, reasoning }) => content.length + reasoning.length;
+  Object.assign(answer, newAnswer(answer.drafts, true), answer.begun, { finish: undefined, error: undefined });
+  return () => {
+    if (!answer.error || size(answer) > size(before)) return;
+    Object.assign(answer, { error: undefined, ...before, kept: answer.kept, running: false, trace: null });
+  };
 }
 
 function take(answer, event, clock) {

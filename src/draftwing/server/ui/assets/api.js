@@ -17,17 +17,20 @@ export function choose(name) {
   model = name;
 }
 
+/** What the server is to keep an answer as, so that nobody can guess it: { id, model }. */
+export const newKept = () => ({ id: [...crypto.getRandomValues(new Uint32Array(4))].map((part) => part.toString(16).padStart(8, "0")).join(""), model });
+
 /** GET or POST; the answer as JSON. ofModel: whether the model that was chosen is asked, or the server of several. */
 export async function ask(path, body, signal, ofModel = true) {
   return (await fetched(ofModel ? named(path) : path, body, signal)).json();
 }
 
-const named = (path) => (model === null ? path : `${path}${path.includes("?") ? "&" : "?"}${new URLSearchParams({ model })}`);
+const named = (path, of = model) => (of === null ? path : `${path}${path.includes("?") ? "&" : "?"}${new URLSearchParams({ model: of })}`);
 
-/** Calls `take` with the data of each server-sent event, until the stream ends. Raises ApiError. kept: { id, seen },
+/** Calls `take` with the data of each server-sent event, until the stream ends. Raises ApiError. kept: { id, model, seen },
  * what the server keeps the stream as, and how many of its events were here. */
 export async function stream(path, body, take, signal, kept = null) {
-  const reader = (await fetched(named(path), body, signal, kept)).body.getReader();
+  const reader = (await fetched(named(path, kept?.model), body, signal, kept)).body.getReader();
   const decoder = new TextDecoder();
   let rest = "";
   for (;;) {
@@ -47,9 +50,9 @@ export async function stream(path, body, take, signal, kept = null) {
 }
 
 /** Ends a stream that the server keeps, and forgets it. */
-export async function forget({ id }) {
+export async function forget({ id, model: of }) {
   const { headers } = options(undefined, undefined, tried ?? stored());
-  await fetch(`.${named(`/ui/answers/${id}`)}`, { method: "DELETE", headers, keepalive: true }).catch(() => {});
+  await fetch(`.${named(`/ui/answers/${id}`, of)}`, { method: "DELETE", headers, keepalive: true }).catch(() => {});
 }
 
 async function fetched(path, body, signal, kept = null) {
@@ -61,7 +64,7 @@ async function fetched(path, body, signal, kept = null) {
       tried = null;
     }
     if (response.ok) return response;
-    if (response.status !== 401) throw new ApiError(await reason(response));
+    if (response.status !== 401) throw Object.assign(new ApiError(await reason(response)), { gone: response.status === 404 });
     if (!(await newKey(key))) throw new ApiError("The server needs an API key.");
   }
 }

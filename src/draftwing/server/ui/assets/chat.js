@@ -1,6 +1,7 @@
 // The conversation that is open, what is asked in it, and the answers that are written, in this and in others.
 
-import { figures, keptName, newAnswer, rateOf, run } from "./answers.js";
+import { figures, newAnswer, rateOf, resumed, run } from "./answers.js";
+import { newKept } from "./api.js";
 import { Attachments } from "./attachments.js";
 import { ContextGauge } from "./context.js";
 import { byId, h, speak } from "./dom.js";
@@ -265,32 +266,23 @@ export class Chat {
   /** Answers that the server went on with when the page was closed, or the tab that asked is. */
   resume() {
     for (const conversation of this.store.conversations) {
-      const kept = conversation.nodes.flatMap(({ id, answers }) => (answers ?? []).map((answer) => ({ id, kept: answer.kept })));
-      for (const { id, kept: name } of kept.filter(({ kept: name }) => name)) {
-        alone(name, () => {
-          const node = conversation.nodes.find((one) => one.id === id);
-          const answer = node?.answers.find((one) => one.kept === name);
-          return answer && !this.running.has(conversation) && this.goOnWith(conversation, node, answer);
+      const kept = conversation.nodes.flatMap(({ id, answers }) => (answers ?? []).map((answer) => ({ node: id, ...answer.kept })));
+      for (const { node: of, id } of kept.filter((one) => one.id)) {
+        alone(id, () => {
+          const node = conversation.nodes.find((one) => one.id === of);
+          const answer = node?.answers.find((one) => one.kept?.id === id);
+          return answer && !this.running.has(conversation) && this.written(conversation, node, [answer], null, resumed(answer));
         });
       }
     }
   }
 
-  async goOnWith(conversation, node, answer) {
-    const before = { ...answer };
-    const nothing = { content: "", reasoning: "" };
-    Object.assign(answer, newAnswer(answer.drafts, true), nothing, answer.begun, { finish: undefined, error: undefined });
-    await this.written(conversation, node, [answer], null);
-    if (!answer.error) return;
-    Object.assign(answer, before, { kept: undefined, running: false, trace: null }); // the server has it no longer
-    this.ended(conversation, node);
-  }
-
-  /** Has answers written one after the other. body: what is asked, null: of one that the server has been asked for. */
-  async written(conversation, node, answers, body) {
+  /** Has answers written one after the other. body: what is asked, null: of one that the server has been asked for.
+   * settle: is called when they are there, or will not come. */
+  async written(conversation, node, answers, body, settle = () => {}) {
     const control = new AbortController();
     this.running.set(conversation, control);
-    this.store.save(conversation);
+    if (body) this.store.save(conversation); // else what is kept may be more than comes
     this.sidebar.draw();
     if (conversation === this.conversation) this.messages.show(conversation, () => this.welcome());
     this.busy();
@@ -299,6 +291,7 @@ export class Chat {
       if (control.signal.aborted) Object.assign(answer, { finish: "stopped", running: false });
       else await this.one(conversation, node, answer, body, control.signal);
     }
+    settle();
     this.running.delete(conversation);
     this.ended(conversation, node);
   }
@@ -323,8 +316,11 @@ export class Chat {
       else this.watch(answer);
       begun = true;
     };
-    if (body) await alone(answer.kept = keptName(), () => run(answer, body, signal, changed));
-    else await run(answer, null, signal, changed);
+    if (body) {
+      answer.kept = newKept();
+      keep(); // nothing may come for long, and the tab be closed
+      await alone(answer.kept.id, () => run(answer, body, signal, changed));
+    } else await run(answer, null, signal, changed);
     clearTimeout(keeping);
     if (!visible()) return;
     this.messages.ended(node, answer);
