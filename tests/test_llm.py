@@ -472,7 +472,12 @@ def test_same_answers_as_llm(model: str) -> None:
 
     async def answers() -> list[Completion]:
         async with AsyncLLM(model, **options) as llm:
-            return await asyncio.gather(*(llm.generate(prompt, params) for prompt, params in asked))  # type: ignore
+            every = [llm.generate(prompt, params) for prompt, params in asked]  # type: ignore[arg-type]
+            found, _ = await asyncio.gather(asyncio.gather(*every), llm.sleep())
+            with pytest.raises(RequestError, match="level"):
+                await llm.sleep(level=2)
+            await llm.wake_up()
+            return found
 
     found = asyncio.run(answers())
     with LLM(model, **options) as llm:

@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import image_models
 import pytest
 import torch
+from engine_rig import Rig
 from moving_device import MovingCpu, zeros
 from reference.checkpoints import eagle3_head
 from reference.learnable import write_target
@@ -25,8 +27,11 @@ from draftwing.engine.devices.put_away import storages_of
 from draftwing.engine.engine import Engine
 from draftwing.engine.sleep import tensors_of
 from draftwing.errors import ConfigError, GenerationError, RequestError
+from draftwing.images.processing import Tile
+from draftwing.images.reader import Picture, Prompt, placed, read
 from draftwing.kv import pool
 from draftwing.ops.attention.spec import TorchAttention
+from draftwing.ops.table import TorchOps
 from draftwing.requests.request import GenerationRequest
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -302,6 +307,38 @@ def test_adapters_stay(model: Path, device: Any, tmp_path: Path) -> None:
         assert ask(engine, prompt, **fields).tokens == first.tokens
         assert ask(engine, prompt).tokens == plain.tokens
         assert engine.stats()["adapter_loads"] == 1, "its slot was filled once"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3.5", "gemma3"])
+def test_features_of_images_stay(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the tower, for pictures to come."""
+    monkeypatch.setattr(image_models, "make_ops", TorchOps)
+    monkeypatch.setattr(TorchAttention, "capturable", True)
+    monkeypatch.setattr(MovingCpu, "has_own_memory", False)  # else the rig asks CUDA about host reads
+    folder = image_models.write_model(tmp_path / kind, kind)
+    model, processor = image_models.loaded.__wrapped__(folder)
+
+    def prompt(seed: int) -> Any:
+        pieces = [read(Picture(image_models.encoded(image_models.picture(40, 30, seed)), "x"), processor)]
+        tiles = sum(isinstance(piece, Tile) for piece in pieces[0])
+        places = [one for _ in range(tiles) for one in (90, image_models.PAD, 91)]
+        return placed([60, 61, *places, 33], Prompt("", pieces), processor)
+
+    def text(rig: Rig, seed: int) -> list[int]:
+        ids, images = prompt(seed)
+        rig.submit("0", ids, SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True), images=images)
+        return rig.run().tokens["0"]
+
+    rig = Rig(model, fake_device=MovingCpu())
+    first, other = text(rig, 0), text(rig, 1)
+    images = rig.executor._images
+    assert images is not None and images.runs == 2 and first != other
+    rig.sched.flush_cache()
+    sleep.put_away(rig.executor)
+    assert all(not one.untyped_storage().nbytes() for one in images._known.values())
+    sleep.put_back(rig.executor)
+    assert text(rig, 0) == first and images.runs == 2 and text(rig, 2) not in (first, other) and images.runs == 3
 
 
 @pytest.mark.slow
