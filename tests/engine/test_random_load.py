@@ -7,21 +7,29 @@ from typing import Any
 import pytest
 import random_load
 from engine_rig import BLOCKS, RANKS
-from layer_kinds import INDEXED, KINDS, RECURRENT, config_of
+from layer_kinds import INDEXED, KINDS, PICKING, RECURRENT, config_of, streams_config
 
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.latent import LatentAttentionConfig
 
 LATENTS = (LatentAttentionConfig(4, 16, 8, 16, 32), LatentAttentionConfig(4, 16, 8, 16, 32, query_latent=32))
 WINDOWS = (AttentionConfig(4, 2, 16, window=6), AttentionConfig(4, 2, 16, window=24, sinks=True))
-MIXERS = {**KINDS, **RECURRENT, "latents": LATENTS, "windows": WINDOWS, "indexed": INDEXED}
+MIXERS = {
+    **KINDS,
+    **RECURRENT,
+    "latents": LATENTS,
+    "windows": WINDOWS,
+    "indexed": INDEXED,
+    "picking": PICKING,
+    "streams": (),
+}
 SPREAD = ("mixed", "shared", "latents", "indexed", "windows")  # which can be on several ranks
 
 
 @pytest.mark.slow
 @pytest.mark.further(seed=[*range(1, 12)])
 @pytest.mark.further(harness=["blocks", "ranks"])
-@pytest.mark.further(kind=["mixed", "shared", "recurrent", "convolutions", "indexed", "windows"])
+@pytest.mark.further(kind=["mixed", "shared", "recurrent", "convolutions", "indexed", "windows", "picking"])
 @pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS], indirect=True, scope="session")
 @pytest.mark.parametrize("kind", MIXERS)
 @pytest.mark.parametrize("seed", range(12))
@@ -30,5 +38,6 @@ def test_text_is_that_of_each_alone(
 ) -> None:
     if request.node.callspec.params["harness"] == "ranks" and kind not in SPREAD:
         pytest.skip("these layers are of one rank")
-    model = harness.model_of(config_of(MIXERS[kind], harness.CONTEXT))
+    config = config_of(MIXERS[kind], harness.CONTEXT) if MIXERS[kind] else streams_config(harness.CONTEXT)
+    model = harness.model_of(config)
     random_load.check(harness, model, seed * 100 + [*MIXERS].index(kind))

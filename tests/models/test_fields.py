@@ -44,7 +44,7 @@ def test_what_an_architecture_does_anyway(config: dict[str, Any], key: str, valu
     [
         (LLAMA32_1B, "use_qk_norm", True), (QWEN3_30B, "use_qk_norm", False), (QWEN3_30B, "qk_norm", False),
         (LLAMA32_1B, "qk_norm", True), (QWEN3_30B, "shared_expert_intermediate_size", 512),
-        (QWEN3_8B, "dual_chunk_attention_config", {"chunk_size": 262144}), (QWEN3_8B, "final_logit_softcapping", 30.0),
+        (QWEN3_8B, "dual_chunk_attention", True), (QWEN3_8B, "final_logit_softcapping", 30.0),
         (LLAMA32_1B, "residual_multiplier", 0.22), (LLAMA32_1B, "attention_rotation", "left"),
         (LLAMA32_1B, "initial_context_length", 4096),
         (LLAMA32_1B, "rope_scaling", {**LLAMA32_1B["rope_scaling"], "short_factor": [1.0]}),

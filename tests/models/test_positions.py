@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import gguf as gguf_package
 import pytest
 import tiny_gguf
 import torch
+from reference.hf_configs import QWEN25_7B
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -61,6 +63,18 @@ def test_context_and_table_of_a_config(more: dict[str, Any], positions: int) -> 
     tolerance = {"atol": float(at[-1]) * 2**-23 + 1e-5, "rtol": 0.0}
     torch.testing.assert_close(table[:, 0], cos[0], **tolerance)
     torch.testing.assert_close(table[:, 1].abs(), sin[0].abs(), **tolerance)
+
+
+def test_the_context_ends_where_dual_chunk_attention_differs() -> None:
+    """Of Qwen2.5-1M a text of one chunk is what Qwen2.5's is."""
+    chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+    own = {**QWEN25_7B, "max_position_embeddings": 1010000}
+    found = from_hf({**own, "dual_chunk_attention_config": {**chunks, "sparse_attention_enabled": True}})
+    assert found == replace(from_hf(own), max_positions=253952)
+    with pytest.raises(
+        CheckpointError, match=r"dual_chunk_attention_config\.local_size: expected an integer from 0 to 9"
+    ):
+        from_hf({**own, "dual_chunk_attention_config": {**chunks, "chunk_size": 10}})
 
 
 @pytest.mark.parametrize(("window", "kept"), [(40960, True), (32768, True), (131072, False)])

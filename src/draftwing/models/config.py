@@ -26,7 +26,7 @@ from draftwing.models.families import FAMILIES, language_model, sight
 from draftwing.models.families.unserved import nearest, unserved_part
 from draftwing.models.family import Family, layers_like
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, refuse_unread
-from draftwing.models.positions import context, ropes, rotary_dims, sections_of, windows
+from draftwing.models.positions import context, first_chunk, ropes, rotary_dims, sections_of, windows
 from draftwing.models.quantised.config import METHODS, Quantization
 from draftwing.models.towers.base import TowerConfig
 from draftwing.parallel.ranks import Ranks
@@ -202,7 +202,7 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
     if family.scaled and all(fields.get(key) is None for key in ("rope_parameters", "rope_scaling")):
         raise fields.unlike("rope_parameters", "an object")
     rope, local_rope = ropes(fields, family.theta, family.local_theta, trained, turns_parts, family.query_scale)
-    max_positions = context(rope, trained)
+    max_positions = min(context(rope, trained), first_chunk(fields))
     if not (family.turns if isinstance(family.turns, bool) else family.turns(fields)):
         rope = NOPE
     encoder = None if family.encoder is None else family.encoder(fields)

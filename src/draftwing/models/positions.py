@@ -200,3 +200,16 @@ def context(rope: RopeConfig, max_positions: int) -> int:
     if rope.kind == "yarn":
         max_positions = max(max_positions, int(rope.original_max_positions * rope.factor))
     return min(max_positions, MAX_POSITIONS)
+
+
+def first_chunk(fields: Fields) -> int:
+    """Returns how many tokens dual chunk attention sees as any other does, where a config has it, and else any number:
+    it cuts longer texts into chunks so long, and changes positions between them."""
+    key = "dual_chunk_attention_config"
+    chunks = fields.inner(key)
+    if fields.get(key) is None:
+        return MAX_POSITIONS
+    for name, _ in chunks.items():  # the others are of sparse attention to longer texts
+        chunks.get(name)
+    size = chunks.whole("chunk_size", high=LARGEST)
+    return size - chunks.whole("local_size", 0, size - 1)
