@@ -197,8 +197,6 @@ def expected_continuations(
     ("vocab", "topk", "mapped"), [(11, 1, False), (1003, 3, True), (4096, 8, False), (5000, 10, True)]
 )
 def test_continuations(ops: TorchOps, dtype: torch.dtype, min_p: float, vocab: int, topk: int, mapped: bool) -> None:
-    if min_p and "Triton" in type(ops).__name__:
-        pytest.skip("its kernel knows no min-p")
     g = torch.Generator().manual_seed(vocab)
     table = make_table(ops, 6, 200, vocab, vocab, noisy=True)
     table.floats[:, 2] = min_p

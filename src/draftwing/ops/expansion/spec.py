@@ -143,7 +143,7 @@ class ExpansionOps:
         indices of the rows with a temperature. These get the noise that the target will draw with at that position, so
         that both pick the same token more often (arXiv 2408.07978); renormalised, so that scores still fall along a
         path. Of rows with min-p, what it would leave out lies lower by as much again as it lies below its limit: a
-        head's logits are near the target's, not equal. (Triton's kernel knows no min-p.)
+        head's logits are near the target's, not equal.
         """
         z = logits.float()
         if noisy.shape[0]:

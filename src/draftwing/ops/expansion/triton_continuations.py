@@ -100,8 +100,15 @@ def _continuations_kernel(
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     valid = ids < VOCAB
     z = tl.load(logits + node.to(tl.int64) * logits_stride + ids, mask=valid, other=0.0).to(tl.float32)
-    temperature = tl.load(floats + row * floats_stride)
+    temperature, min_p = tl.load(floats + row * floats_stride), tl.load(floats + row * floats_stride + 2)
     if temperature > 0.0:
+        if min_p > 0.0:  # each chunk looks through the row, which is in the caches: no launch for those without min-p
+            peak = tl.full([BLOCK], float("-inf"), tl.float32)
+            for first in range(0, VOCAB, BLOCK):
+                at = first + tl.arange(0, BLOCK)
+                every = tl.load(logits + node.to(tl.int64) * logits_stride + at, mask=at < VOCAB, other=float("-inf"))
+                peak = tl.maximum(peak, every.to(tl.float32))
+            z -= tl.maximum(tl.max(peak, 0) - z + temperature * tl.log(min_p), 0.0)
         named = ids
         if target_ids is not None:
             named = tl.load(target_ids + ids, mask=valid, other=0).to(tl.int32)
