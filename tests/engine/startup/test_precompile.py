@@ -571,6 +571,26 @@ def test_experts_of_all_rows_are_held_as_others(job: Job, monkeypatch: pytest.Mo
     assert mlp.gate_up.op.can_append(mlp.shared.gate_up.op) and mlp.down.op.can_append(mlp.shared.down.op)
 
 
+def test_of_weights_in_nvfp4_no_kernels_are_made_that_read_them(job: Job) -> None:
+    """They are dequantised; those in fp8 beside them stay as they are."""
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "hidden_size": 128,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    }  # fmt: skip
+    attention = {"quant_algo": "FP8", "quant_method": "modelopt"}
+    fp4 = {"quant_algo": "NVFP4", "group_size": 16, "quant_method": "modelopt"}
+    widths = []
+    for stored in (fp4, attention):
+        (job.path / "config.json").write_text(json.dumps(CONFIG | experts | {"quantization_config": stored}))
+        config = load_config(job.path)
+        widths.append(precompile._widths("auto", config.quantization))
+        model = DecoderModel(config, torch.bfloat16, "meta")
+        precompile.hold_experts(model, torch.bfloat16, "auto", config.quantization)
+        mlp = model.layers[0].mlp
+        assert isinstance(mlp, ExpertMLP) and isinstance(mlp.gate_up.op, precompile._Held) == (stored is attention)
+    assert not widths[0] and any(width.fp8 for width in widths[1])
+
+
 OF_FP8 = """
 import pickle, sys
 from draftwing.engine.startup import precompile

@@ -264,7 +264,8 @@ def _widths(asked: str, stored: Quantization | None) -> set[Width]:
         return set()
     schemes = [rule.scheme for rule in stored.rules if rule.scheme is not None] if stored is not None else []
     found = {MADE[asked]} if asked in MADE else set()
-    found |= {width_of(scheme) for scheme in schemes if scheme.bits <= 4 or scheme.symmetric or scheme.real}
+    kept = (width_of(scheme) for scheme in schemes if scheme.bits <= 4 or scheme.symmetric or scheme.real)
+    found |= {width for width in kept if width is not None}
     return found | ({MADE["int8"]} if found else set())  # of draft heads
 
 
@@ -406,7 +407,10 @@ class NoDevice(CpuDevice):
 # -- weights of experts that stay quantised, without data: their form decides which kernels are launched ---------------
 
 
-def width_of(scheme: Scheme) -> Width:
+def width_of(scheme: Scheme) -> Width | None:
+    """Returns the width of weights that stay as they are stored, None of those that are dequantised."""
+    if scheme.layout == "fp4":
+        return None
     zeros = not scheme.symmetric and not scheme.real
     return Width(8 if scheme.real or scheme.bits > 4 else 4, zeros, shift_of(scheme.wide), scheme.real)
 
