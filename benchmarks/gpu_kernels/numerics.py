@@ -6,7 +6,8 @@
 Random weights in published shapes. Prompts are random tokens, which no cache knows: seconds until the first tokens of
 all, the best of `--runs`. Then answers of 128 tokens behind prompts of 100, in tokens/s while all write: `plain`, and
 as chains of three drafts, 1.5 of them accepted (simulated), by the model's prediction layer or an EAGLE-3 head. The
-floor of a plain step of one row is the time to read its weights. --profile: milliseconds of kernels of one prompt.
+floor of a plain step of one row is the time to read its weights. --profile: milliseconds of kernels of one prompt, and
+of some steps of the most requests.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm-4.7-flash": real.GLM47_FLASH,
     "gpt-oss-20b": real.GPT_OSS_20B,
     "qwen3-30b-a3b": real.QWEN3_30B,
+    "gemma4-26b": real.GEMMA4_26B,
     "nemotron-3-nano": real.NEMOTRON3_NANO,
     "granite-4-tiny": real.GRANITE4_TINY,
     "kimi-linear": real.KIMI_LINEAR_48B,
@@ -111,12 +114,12 @@ def prompt_seconds(engine: Engine, count: int, length: int, runs: int) -> float:
     return min(took)
 
 
-def prompt_kernels(engine: Engine, length: int) -> list[tuple[str, float, int]]:
-    """Returns kernels of one prompt with their milliseconds and calls, the longest first."""
+def kernels_of(call: Callable[[], object]) -> list[tuple[str, float, int]]:
+    """Returns kernels of what is called with their milliseconds and calls, the longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        prompt_seconds(engine, 1, length, 1)
+        call()
         torch.cuda.synchronize()
     by: dict[str, list[float]] = defaultdict(list)
     for event in seen.events():
@@ -146,13 +149,18 @@ def measured(name: str, fast: bool, args: argparse.Namespace) -> dict[str, Any]:
             for count in args.requests:
                 key = f"{'plain' if shape == PLAIN else 'chains'} {count}"
                 found[key] = {k: round(v, 3) for k, v in answers_per_second(engine, shape, count, args.tokens).items()}
-        if args.profile:
-            kernels = prompt_kernels(engine, 4000)
-            found["kernels"] = [(kernel[:80], round(ms, 3), calls) for kernel, ms, calls in kernels[:SHOWN]]
-            found["kernels, ms"] = round(sum(ms for _, ms, _ in kernels), 2)
+        calls: dict[str, Callable[[], object]] = {
+            "a prompt": lambda: prompt_seconds(engine, 1, 4000, 1),
+            "steps": lambda: answers_per_second(engine, shapes[-1] if shapes else PLAIN, args.requests[-1], 16),
+        }
+        for what, call in calls.items() if args.profile else ():
+            kernels = kernels_of(call)
+            found[f"kernels of {what}"] = [(kernel[:80], round(ms, 3), calls) for kernel, ms, calls in kernels[:SHOWN]]
+            found[f"kernels of {what}, ms"] = round(sum(ms for _, ms, _ in kernels), 2)
     for key, value in found.items():
-        print(name, "fast" if fast else "default", key, *(value if key == "kernels" else [value]),
-              sep="\n   " if key == "kernels" else " ", flush=True)  # fmt: skip
+        several = isinstance(value, list)
+        print(name, "fast" if fast else "default", key, *(value if several else [value]),
+              sep="\n   " if several else " ", flush=True)  # fmt: skip
     return found
 
 

@@ -86,6 +86,17 @@ def test_exact_logits(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
             assert torch.equal(ops.exact_logits(strided, weight, ids), found)
 
 
+@pytest.mark.parametrize("size", [40, pytest.param(2056, marks=pytest.mark.exhaustive)])
+def test_every_logit_of_many_rows(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    """So many that a device may sum them in another way than one."""
+    weight, hidden = made(ops, torch.float32, 19, size), made(ops, dtype, 131, 2 * size, seed=1)[:, :size]
+    found = ops.every_logit(hidden, weight)
+    torch.testing.assert_close(found.double(), hidden.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
+    if ops.name != "torch":  # whose sums depend on the number of rows
+        alone = [ops.every_logit(hidden[i : i + 1], weight) for i in (0, 3, 4, 130)]
+        assert torch.equal(torch.cat(alone), found[[0, 3, 4, 130]])
+
+
 def test_logits_of_a_few_clusters(dtype: torch.dtype, ops: TorchOps) -> None:
     generator = torch.Generator().manual_seed(4)
     scores = torch.stack([torch.randperm(37, generator=generator) for _ in range(3)])

@@ -75,8 +75,9 @@ TILING_HOPPER = TILING._replace(  # compute capability 9.0, measured on an H200
 TILING_FLOAT32 = Tiling(unit=16, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=16, fast_rows=16)
 TILING_WIDEST_FLOAT32 = TILING_FLOAT32._replace(own=16)  # of heads of more than 256: keys of 32 take 228 KB
 TILING_WIDE = Tiling(  # heads of more than 128
-    unit=32, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=16, fast_rows=64
+    unit=32, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=32, fast_rows=64
 )
+TILING_WIDE_HOPPER = TILING_WIDE._replace(prefill_rows=64)
 # Of heads of more than 256: keys and values of two units and of 16 own ones, and 16 queries, take 112 KB of 16 bits.
 TILING_WIDEST = TILING_WIDE._replace(unit=16, stages=2, own=16, prefill_stages=2, fast_rows=32)
 # Of latents on compute capability 9.0; on an H200 a unit of 64 took half of the time of one of 16.
@@ -91,9 +92,10 @@ def pick_tiling(kv: Tensor) -> Tiling:
         return TILING_WIDEST_FLOAT32 if kv.shape[3] > 256 else TILING_FLOAT32
     hopper = kv.device.type != "cpu" and is_hopper()
     if kv.shape[3] > 256:
-        return TILING_LATENT_HOPPER if hopper and kv.shape[2] == 1 else TILING_WIDEST
+        tiling = TILING_LATENT_HOPPER if hopper and kv.shape[2] == 1 else TILING_WIDEST
+        return tiling if kv.itemsize > 1 else tiling._replace(prefill_rows=16)  # registers do not hold what is widened
     if kv.shape[3] > 128:
-        return TILING_WIDE
+        return TILING_WIDE_HOPPER if hopper else TILING_WIDE
     return TILING_HOPPER if hopper else TILING
 
 

@@ -18,6 +18,8 @@ from draftwing.ops.sampling.triton import best_groups
 from draftwing.ops.triton.common import launch_options, let_next_come, start, wait
 
 _MOST_STEP = 1024  # columns that are multiplied at once
+_MANY = 128  # rows above which some share what is read of a weight, see docs/dev/gpu_kernels.md
+_IN_REGISTERS, _IDS = 8192, 16  # columns of all rows of a program then, and ids
 _GROUP = 128  # tokens, at most: then one of the best four of 250,000 lies beside another in one case of 300
 _FAN = 16  # groups of a block of groups
 _TILE, _WARPS = 8, 4  # groups of a program, and its warps
@@ -80,7 +82,7 @@ class TritonLogitOps(LogitOps):
         return chosen_logits(hidden.flatten(0, -2), weight, ids.flatten(0, -2)).view(ids.shape)
 
     def every_logit(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return chosen_logits(hidden, weight, None)
+        return chosen_logits(hidden, weight, None) if len(hidden) <= _MANY else logits_of_many(hidden, weight)
 
     def share_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor, begin: int) -> Tensor:
         return chosen_logits(hidden.flatten(0, -2), weight, ids.flatten(0, -2), begin).view(ids.shape)
@@ -151,6 +153,49 @@ def chosen_logits(hidden: Tensor, weight: Tensor, ids: Tensor | None, begin: int
     _chosen_logits_kernel[(rows, count)](
         out, hidden, hidden.stride(0), weight, ids, count, begin or 0, len(weight), SIZE=size,
         STEP=min(triton.next_power_of_2(size), _MOST_STEP), SHARE=begin is not None, num_warps=4,
+        **launch_options(hidden.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rows", "count"])
+def _every_logit_kernel(
+    out, hidden, hidden_stride, weight, rows, count,
+    SIZE: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of ROWS rows, blocks of IDS ids). Sums have the order of `_chosen_logits_kernel`."""
+    start(PDL)
+    PARTS: tl.constexpr = (SIZE + STEP - 1) // STEP
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    x = ()
+    for i in tl.static_range(0, ROWS * PARTS):
+        row, col = tl.minimum(first + i // PARTS, rows - 1), i % PARTS * STEP + tl.arange(0, STEP)
+        x = x + (tl.load(hidden + row * hidden_stride + col, mask=col < SIZE, other=0.0).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    begin = tl.program_id(1).to(tl.int64) * IDS
+    for number in tl.range(0, tl.minimum(IDS, count - begin)):
+        own, weights = begin + number, ()
+        for part in tl.static_range(0, PARTS):
+            col = part * STEP + tl.arange(0, STEP)
+            weights = weights + (tl.load(weight + own * SIZE + col, mask=col < SIZE, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        for i in tl.static_range(0, ROWS):
+            total = tl.zeros([STEP], tl.float32)
+            for part in tl.static_range(0, PARTS):
+                total = tl.fma(weights[part].to(tl.float32), x[i * PARTS + part], total)
+            tl.store(out + (first + i) * count + own, tl.sum(total, 0), mask=first + i < rows)
+
+
+def logits_of_many(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden [M, size], weight [vocab, size] -> hidden @ weight^T, [M, vocab] float32
+
+    With the bits of `chosen_logits`. Rows share what is read of the weight."""
+    rows, size = hidden.shape
+    assert hidden.stride(1) == 1 and weight.is_contiguous() and weight.shape[1] == size
+    assert weight.data_ptr() % 16 == 0
+    out = torch.empty(rows, len(weight), dtype=torch.float32, device=hidden.device)
+    own = min(4, max(1, _IN_REGISTERS // size))
+    _every_logit_kernel[(triton.cdiv(rows, own), triton.cdiv(len(weight), _IDS))](
+        out, hidden, hidden.stride(0), weight, rows, len(weight), SIZE=size,
+        STEP=min(triton.next_power_of_2(size), _MOST_STEP), ROWS=own, IDS=_IDS, num_warps=4,
         **launch_options(hidden.device),
     )  # fmt: skip
     return out
