@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_embedder import CLS, LAST, MEAN, NO, YES, ids_of, write_embedder, write_embedder_gguf
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM, Qwen3Model
 
 from draftwing import LLM, AsyncLLM, SamplingParams
 from draftwing.errors import GenerationError, RequestError
@@ -181,6 +182,26 @@ def test_a_folder_without_a_head_is_served(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     with LLM(str(folder), **SMALL) as llm:
         assert np.array_equal(llm.embed(TEXTS), expected)
+        with pytest.raises(RequestError, match="writes no text: it makes vectors of texts"):
+            llm.generate("a")
+
+
+def test_a_model_that_was_saved_without_its_head(embedder: str, judge: str, tmp_path: Path) -> None:
+    """As sentence-transformers saves them, and as `AutoModel` does, which does not say that it makes vectors."""
+    for folder, named in ((embedder, True), (judge, False)):
+        with LLM(folder, **SMALL) as llm:
+            expected = llm.embed(TEXTS)
+        saved = tmp_path / str(named)
+        shutil.copytree(folder, saved)
+        Qwen3Model.from_pretrained(folder, dtype=torch.float32).save_pretrained(saved)
+        config = json.loads((saved / "config.json").read_text())
+        assert config["architectures"] == ["Qwen3Model"]
+        (saved / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+        with LLM(str(saved), **SMALL) as llm:
+            assert np.array_equal(llm.embed(TEXTS), expected)
+            np.testing.assert_allclose(llm.score(TEXTS[0], TEXTS), expected @ expected[0], atol=1e-6)
+            with pytest.raises(RequestError, match="writes no text"):
+                llm.generate("a")
 
 
 def test_vectors_that_are_not_finite_are_an_error(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_what_is_missing_is_said_of_each_architecture() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"architectures": ["Qwen3Model"]}, "vectors in place of text"),
+        ({"architectures": ["MPNetModel"]}, "vectors in place of text"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "scores in place of text"),
         ({"architectures": ["LlamaForTokenClassification"]}, "scores in place of text"),
         ({"architectures": ["BertForMaskedLM"]}, "an encoder"),

@@ -110,8 +110,9 @@ class EngineInfo:
         if request.terms is not None:
             return request
         prompt, params = request.prompt_ids, request.params
-        if not request.pooled or (request.logprobs is not None and request.logprobs.start >= 0):
-            self.check_writes()  # an encoder's hidden states are not given out, only what it makes of them
+        states = request.logprobs
+        if not request.pooled or (self.pooling.kind == "last" and states is not None and states.start >= 0):
+            self.check_writes()  # which gives out what it makes of a text, not the states of its tokens
         if not prompt:
             raise RequestError("the prompt is empty: at least one token is needed", "prompt")
         room = self.context_length - len(prompt)

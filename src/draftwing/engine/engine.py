@@ -192,9 +192,12 @@ class Engine:
             stop = stop_ids(path, parts.executor.model.config, tokenizer.stop_ids)
             provenance = provenance_of(parts.options, files, parts.executor, tokenizer.chat_source)
             stored = stored_as(path, parts.executor.model.config)
-            encoder = parts.executor.model.config.encoder
-            # An encoder leaves the vector in the place of the last token.
-            pooling = pooling_of(path) if encoder is None else encoder.pooling._replace(kind="last")
+            model = parts.executor.model.config
+            pooling = pooling_of(path)
+            if model.encoder is not None:  # which leaves the vector in the place of the last token
+                pooling = model.encoder.pooling._replace(kind="last")
+            elif model.headless:
+                pooling = pooling._replace(stated=True)
             self._start(tokenizer, parts, stop, defaults, stored, provenance, pooling)
             for name, folder in options.adapters:
                 self.load_adapter(name, folder)
@@ -240,7 +243,7 @@ class Engine:
             images=None if model.tower is None else model.tower.config.processor(tokenizer),
             provenance=provenance,
             pooling=pooling or Pooling(),
-            writes=model.encoder is None,
+            writes=model.encoder is None and not model.config.headless,
         )
         simulated = ", ".join(self.options.label.get("simulated", ()))
         if simulated:

@@ -42,7 +42,8 @@ class ModelConfig:
     name.  norm: of layers, heads and the last one.  embed_scale, logit_scale: what embeddings and logits are multiplied
     with.  soft_cap: logits x are soft_cap * tanh(x / soft_cap), 0: as they are.  dtype: what the checkpoint was saved
     in, None where it does not say.  stop_ids: end-of-text ids that the model's own config names.  suppressed: ids that
-    are never drawn.  max_positions: the context length.  head_bias: whether logits have a bias.
+    are never drawn.  max_positions: the context length.  headless: whether it was saved without a head, so that
+    logits mean nothing.  head_bias: whether logits have a bias.
     weight_format: of the layers' matrices.  vocab_format: of the embedding and the head.  quantization: how matrices
     are stored that are quantised in a way which any format takes, None: none are.  factors: what matrices of layers are
     multiplied with when they are loaded, by their names below a layer.  tower: of what reads images, None:
@@ -61,6 +62,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     soft_cap: float = 0.0
     tie_embeddings: bool = False
+    headless: bool = False
     head_bias: bool = False
     dtype: torch.dtype | None = None
     stop_ids: tuple[int, ...] = ()
@@ -191,6 +193,7 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
     draft head's layers, whose config has keys of others."""
     (tower, sections), config = (None, ()) if head else sight(config), language_model(config)
     name, family = _family(Fields(config, "config"))
+    headless = name not in (config.get("architectures") or (name,))
     fields = Fields(config, f"config of {name}")
     if family.keys is not None:
         fields = fields.overruled(family.keys(fields))
@@ -251,7 +254,8 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         embed_scale=hidden**0.5 if family.scaled_embeddings else _multiplier(fields, family, "embedding_multiplier"),
         logit_scale=1 / _multiplier(fields, family, "logits_scaling"),
         soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0.0) if family.soft_cap else 0.0,
-        tie_embeddings=fields.flag("tie_word_embeddings", family.tied),
+        tie_embeddings=fields.flag("tie_word_embeddings", family.tied) or headless,
+        headless=headless,
         head_bias=fields.flag(family.head_bias) if isinstance(family.head_bias, str) else family.head_bias,
         dtype=_dtype(config),
         stop_ids=fields.ids("eos_token_id"),
@@ -304,7 +308,8 @@ def _attention(fields: Fields, family: Family, hidden: int, turns_parts: bool) -
 
 def _family(config: Fields) -> tuple[str, Family]:
     architectures = config.texts("architectures")
-    for name in architectures:
+    without_head = [f"{name.removesuffix('Model')}ForCausalLM" for name in architectures if name.endswith("Model")]
+    for name in (*architectures, *without_head):
         if name not in FAMILIES:
             import_installed(ENTRY_POINTS, name)
         if name in FAMILIES:

@@ -86,10 +86,7 @@ def load_config(path: str | Path) -> ModelConfig:
         encoder = encoder_of(path, found.encoder)
         found = replace(found, encoder=encoder, max_positions=encoder.context)
     if not found.tie_embeddings and (path / MODULES).is_file() and not has_head(path):
-        logger.info(
-            "there is no lm_head.weight, as of models that make vectors of texts: what it generates means nothing"
-        )
-        found = replace(found, tie_embeddings=True)
+        found = replace(found, tie_embeddings=True, headless=True)
     return found if found.tower is None else replace(found, tower=found.tower.prepared(_preparing(path)))
 
 
