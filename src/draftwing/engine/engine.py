@@ -367,15 +367,16 @@ class Engine:
         """Saves a client's slot, restores one or erases it; from any thread, and what runs goes on. Returns tokens and
         bytes. Raises RequestError and OSError. filename: what is saved is called; "" for what has none."""
         saved = self._saved
-        if saved is None or not saved.on_disk:
+        slots = None if saved is None else saved.slots
+        if saved is None or slots is None:
             raise RequestError("slots are not saved: start with --prefix-cache-dir DIR, a folder that keeps them")
         if action == "erase":
-            return saved.erase(client, slot, filename), 0
+            return slots.erase(client, slot, filename), 0
         if action == "restore":
-            found = saved.restore(client, slot, filename)
+            found = slots.restore(client, slot, filename)
             return found.tokens, found.size
         check_filename(filename)  # before anything is written
-        what = saved.held(client, slot)
+        what = slots.held(client, slot)
         while isinstance(what, SavedText):
             with self._turning:
                 if "parts" not in self.__dict__:
@@ -383,7 +384,7 @@ class Engine:
                 if saved.write_slot(what, SLOT_PART):
                     break
             time.sleep(0.001)  # else this thread could have the lock again before the one that turns the engine
-        found = saved.save(client, what, filename)
+        found = slots.save(client, what, filename)
         return found.tokens, found.size
 
     def measure_read_rate(self) -> None:

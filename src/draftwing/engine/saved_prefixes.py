@@ -9,9 +9,6 @@ has, and the tree has not, are copied into free slots and become nodes of the tr
 others. From there on they are cached as any others are, so the device knows of no disk, and the scheduler only that
 the request has to wait. The bytes are the cache's own: a text is what it would be with the cache in memory, which is
 what it would be without.
-
-A client's *slot* is the text of its last request with that `id_slot`. To save one is to write what waits of it, and to
-have its blocks stay under a name; to restore one, to look at these blocks: the next request finds them as any others.
 """
 
 from __future__ import annotations
@@ -19,12 +16,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,8 +32,9 @@ from draftwing.engine.host_level import HostLevel
 from draftwing.engine.prefix_identity import identity_of, namespace_of
 from draftwing.engine.provenance import Provenance
 from draftwing.engine.read_ahead import ReadAhead
-from draftwing.errors import ConfigError, GenerationError, RequestError
-from draftwing.kv.prefix_index import BLOCK, PrefixIndex, block_digests, owner_of, state_digest
+from draftwing.engine.saved_slots import SavedSlots
+from draftwing.errors import ConfigError, GenerationError
+from draftwing.kv.prefix_index import BLOCK, PrefixIndex, block_digests, kept_in, owner_of, reachable, state_digest
 from draftwing.kv.prefix_store import PrefixStore
 from draftwing.kv.slot_bytes import SlotBytes
 from draftwing.machine import lacks_memory
@@ -49,19 +45,6 @@ IDLE_PART = 0.25  # seconds of writing after which the engine looks for somethin
 LOOK_SECONDS = 30.0  # after which it is looked again at what other engines have written
 WARN_SECONDS = 600.0  # between two warnings that nothing can be written or read
 FAILURES = OSError, MemoryError, RuntimeError  # torch and threads have no type of their own for a lack of memory
-MOST_SLOTS = 4096  # of all clients, whose texts are remembered
-
-
-class SlotFiles(NamedTuple):
-    """What is on the disk of a slot. blocks, state: digests.  size: bytes."""
-
-    blocks: tuple[bytes, ...]
-    state: bytes | None
-    size: int
-
-    @property
-    def tokens(self) -> int:
-        return BLOCK * len(self.blocks)
 
 
 @dataclass(eq=False)
@@ -77,8 +60,8 @@ class Returning:
 
 
 class SavedPrefixes:
-    """The engine's thread calls it, or one that keeps it from steps; `forget`, `clear`, `restore` and `erase` any
-    thread. restored: tokens that came from the disk."""
+    """The engine's thread calls it, or one that keeps it from steps; `forget`, `clear` and what `slots` has any thread.
+    restored: tokens that came from the disk.  slots: None where nothing is kept there."""
 
     def __init__(self, store: PrefixStore | None, parts: Parts, host_size: float = 0.0) -> None:
         """store: None where nothing is kept on the disk.  host_size: of the budget in host memory, GB, 0: nothing is
@@ -94,12 +77,12 @@ class SavedPrefixes:
         self._ahead = ReadAhead(store, device, size) if store is not None and device.has_own_memory else None
         found = (None if self._host is None else self._host.store), store
         self._levels: list[PrefixIndex] = [one for one in found if one is not None]
-        self._most = 2 * parts.sched.config.slots  # tokens of texts in slots
-        self._texts = WaitingTexts(self._most)  # for the disk
-        # By client and `id_slot`, the last used behind; texts with all their tokens, or what was restored.
-        self._held: OrderedDict[tuple[bytes, int], SavedText | SlotFiles] = OrderedDict()
+        most = 2 * parts.sched.config.slots
+        self._texts = WaitingTexts(most)  # for the disk
         self._returning: list[Returning] = []
         self._lock = threading.Lock()  # of the store, and of the texts
+        self._stateful = self._kv.states is not None
+        self.slots = None if store is None else SavedSlots(store, self._lock, most, self._stateful)
         self._warned, self._look = -WARN_SECONDS, time.monotonic() + LOOK_SECONDS
         self.restored = self.restored_from_host = 0
 
@@ -110,34 +93,22 @@ class SavedPrefixes:
         store = None if options.prefix_cache_dir is None else _store_of(options, parts, provenance)
         return cls(store, parts, options.hicache_size) if store is not None or options.hicache_size else None
 
-    @property
-    def on_disk(self) -> bool:
-        """Returns whether there is a folder, which slots need."""
-        return self._store is not None
-
-    @property
-    def _disk(self) -> PrefixStore:
-        assert self._store is not None, "there is no folder"
-        return self._store
-
     # -- to the disk --------------------------------------------------------------------------------------------------
 
     def cached(self, req: Req) -> None:
         """Takes note of a request that ended, unless it opts out."""
         if req.private:
             return
+        text = self._text_of(req) if req.request.learn and req.kv >= BLOCK else None
         slot = owner_of(req.request.client), req.request.slot
-        if not req.request.learn or req.kv < BLOCK:
-            with self._lock:
-                self._held.pop(slot, None)
-            return
-        text = self._text_of(req)
         with self._lock:
-            if self._host is not None:
+            if self._host is not None and text is not None:
                 self._host.cached(text)
-            if self._store is not None:
-                self._hold(slot, text)
+            if self.slots is not None and text is not None:
+                self.slots.hold(slot, text)
                 self._texts.add(text)
+            elif self.slots is not None:
+                self.slots.empty(slot)
 
     def retracted(self, req: Req) -> None:
         """Has what is cached of a request that waits again copied to the host at once: others need its place."""
@@ -150,16 +121,6 @@ class SavedPrefixes:
     def _text_of(self, req: Req) -> SavedText:
         radix, owner = self._kv.radix, owner_of(req.request.client)
         return SavedText(req.keys(req.kv + radix.window - 1), req.salt, namespace_of(req.request), owner, radix)
-
-    def _hold(self, slot: tuple[bytes, int], what: SavedText | SlotFiles) -> None:
-        if slot[1] < 0:
-            return
-        self._held[slot] = what
-        self._held.move_to_end(slot)
-        size = sum(len(one.keys) for one in self._held.values() if isinstance(one, SavedText))
-        while len(self._held) > 1 and (size > self._most or len(self._held) > MOST_SLOTS):
-            gone = self._held.popitem(last=False)[1]
-            size -= len(gone.keys) if isinstance(gone, SavedText) else 0
 
     @property
     def pending(self) -> bool:
@@ -215,14 +176,21 @@ class SavedPrefixes:
                     return
                 self._texts.drop(text)
 
+    def write_slot(self, text: SavedText, seconds: float) -> bool:
+        """Writes what of a slot is not on the disk, for some time. Returns whether all is. Raises OSError."""
+        until = time.monotonic() + seconds
+        assert self._store is not None, "there is no folder"
+        with self._lock, torch.inference_mode():
+            return self._write_text(self._store, text, lambda: time.monotonic() > until)
+
     def _write_text(self, store: PrefixStore, text: SavedText, stop: Callable[[], bool]) -> bool:
         """Returns whether all of it is done."""
         with cached_parts(self._kv, text) as parts:
             entries, host = parts.entries, self._host
-            if host is not None and len(found := self._there(text.digests, host.store).blocks) * BLOCK > (
+            if host is not None and len(found := reachable(text.digests, [host.store], self._stateful)) * BLOCK > (
                 entries[-1].end if entries else 0
             ):  # the pool has evicted its end
-                entries = text.entries(len(found), self._kv.states is not None)
+                entries = text.entries(len(found), self._stateful)
             whole = len(entries) - (parts.state > 0)
             keep = frozenset(entry.digest for entry in entries)
             store.use(list(keep))
@@ -268,10 +236,10 @@ class SavedPrefixes:
         with self._lock:
             if self._host is not None:
                 self._host.store.poll()
-            found = self._there(list(block_digests(namespace_of(req.request), windows)), *self._levels).blocks
+            found = reachable(block_digests(namespace_of(req.request), windows), self._levels, self._stateful)
         if found and len(found) * BLOCK >= self._kv.cached(req) + BLOCK:
             req.returning = True
-            self._returning.append(Returning(req, list(found)))
+            self._returning.append(Returning(req, found))
         return req.returning
 
     def bring_some(self) -> None:
@@ -316,7 +284,7 @@ class SavedPrefixes:
         if begun < end < len(found) * BLOCK and not one.failed:
             return False
         used = found[: end // BLOCK]
-        if self._kv.states is not None:
+        if self._stateful:
             used = self._bring_back_state(req, used)
         for level in self._levels:
             level.use(used)
@@ -369,87 +337,11 @@ class SavedPrefixes:
             return True
 
         while digests and not (
-            _in(self._levels, state_digest(digests[-1])) and self._kv.bring_back_state(req, len(digests) * BLOCK, fill)
+            kept_in(self._levels, state_digest(digests[-1]))
+            and self._kv.bring_back_state(req, len(digests) * BLOCK, fill)
         ):
             digests = digests[:-1]
         return [*digests, *([state_digest(digests[-1])] if digests else ())]
-
-    # -- slots --------------------------------------------------------------------------------------------------------
-
-    def held(self, client: str, slot: int) -> SavedText | SlotFiles:
-        """Returns what is in a client's slot. Raises RequestError."""
-        with self._lock:
-            found = self._held.get((owner_of(client), slot))
-        if found is None:
-            raise RequestError(
-                f"slot {slot} is empty: no request of yours with id_slot {slot} has ended since the start that may be "
-                f"kept and has {BLOCK} tokens",
-                "id_slot",
-            )
-        return found
-
-    def write_slot(self, text: SavedText, seconds: float) -> bool:
-        """Writes what is not on the disk, for some time. Returns whether all is. Raises OSError."""
-        until = time.monotonic() + seconds
-        with self._lock, torch.inference_mode():
-            return self._write_text(self._disk, text, lambda: time.monotonic() > until)
-
-    def save(self, client: str, what: SavedText | SlotFiles, name: str) -> SlotFiles:
-        """Has what is on the disk of a slot stay there under a name. Raises RequestError where that is nothing, as
-        `PrefixStore.save`, and OSError."""
-        owner = owner_of(client)
-        with self._lock:
-            if isinstance(what, SavedText):
-                windows = self._kv.radix.windows(what.keys)
-                found = self._there(list(block_digests(what.namespace, windows)), self._disk)
-            else:
-                found = self._there(what.blocks, self._disk)
-            if not found.blocks:
-                raise RequestError(
-                    "nothing of the slot could be kept: it is too short, its place in the cache was needed for others, "
-                    "or --prefix-cache-size is too small",
-                    "id_slot",
-                )
-            return found._replace(size=self._disk.save(owner, name, found.blocks, found.state))
-
-    def restore(self, client: str, slot: int, name: str) -> SlotFiles:
-        """Reads what was saved under a name, and has a slot hold it. Raises RequestError and OSError."""
-        owner, size, whole = owner_of(client), 0, list[bytes]()
-        with self._lock:
-            named = self._disk.saved(owner, name)
-            self._disk.refresh()
-        for digest in named.digests:
-            with self._lock:  # by one at a time, so that requests come in between
-                data = self._disk.read(digest)
-            if data is None:
-                break
-            size += len(data)
-            whole.append(digest)
-        with self._lock:
-            found = self._there([one for one in whole if one != named.state], self._disk)
-            if not found.blocks:
-                raise RequestError(
-                    "filename: nothing of it is left; its prompt has to be prefilled once more", "filename"
-                )
-            self._disk.use([*found.blocks, *([] if found.state is None else [found.state])])
-            self._hold((owner, slot), found._replace(size=size))
-        return found._replace(size=size)
-
-    def erase(self, client: str, slot: int, name: str) -> int:
-        """Empties a slot; with a name, removes what was saved under it in place of that. Returns how many tokens there
-        were. Raises RequestError and OSError."""
-        with self._lock:
-            if name:
-                return BLOCK * len(self._disk.unsave(owner_of(client), name).blocks)
-            gone = self._held.pop((owner_of(client), slot), None)
-        return 0 if gone is None else len(gone.keys) if isinstance(gone, SavedText) else gone.tokens
-
-    def _there(self, digests: Sequence[bytes], *levels: PrefixIndex) -> SlotFiles:
-        """Returns of a text what is in any of the levels, up to where a request can begin."""
-        found, stateful = list(takewhile(lambda digest: _in(levels, digest), digests)), self._kv.states is not None
-        while found and stateful and not _in(levels, state_digest(found[-1])):
-            found.pop()
-        return SlotFiles(tuple(found), state_digest(found[-1]) if found and stateful else None, 0)
 
     # -- forgetting ---------------------------------------------------------------------------------------------------
 
@@ -460,8 +352,8 @@ class SavedPrefixes:
             self._texts.forget(owner)
             if self._host is not None:
                 self._host.forget(owner)
-            for slot in [one for one in self._held if one[0] == owner]:
-                del self._held[slot]
+            if self.slots is not None:
+                self.slots.forget(owner)
             if self._store is not None:
                 self._store.delete(owner)
 
@@ -469,9 +361,10 @@ class SavedPrefixes:
         """Removes all that is kept for this model. Raises OSError."""
         with self._lock:
             self._texts.forget()
-            self._held.clear()
             if self._host is not None:
                 self._host.forget()
+            if self.slots is not None:
+                self.slots.forget()
             if self._store is not None:
                 self._store.delete()
 
@@ -490,10 +383,6 @@ class SavedPrefixes:
         if self._host is not None:
             found |= {"host_cache_bytes": self._host.store.size, "host_cache_tokens": self.restored_from_host}
         return found
-
-
-def _in(levels: Sequence[PrefixIndex], digest: bytes) -> bool:
-    return any(digest in level for level in levels)
 
 
 def _store_of(options: Options, parts: Parts, provenance: Provenance | None) -> PrefixStore | None:

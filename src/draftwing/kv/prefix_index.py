@@ -11,8 +11,9 @@ import heapq
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 from draftwing.core import IntArray
@@ -72,6 +73,20 @@ def block_digests(namespace: bytes, keys: IntArray) -> Iterator[bytes]:
 def state_digest(block: bytes) -> bytes:
     """Returns the digest of a snapshot of recurrent states at the end of a block."""
     return digest_of(b"state", block)
+
+
+def kept_in(levels: Sequence[PrefixIndex], digest: bytes) -> bool:
+    """Returns whether any of these has a part."""
+    return any(digest in level for level in levels)
+
+
+def reachable(digests: Iterable[bytes], levels: Sequence[PrefixIndex], stateful: bool) -> list[bytes]:
+    """Returns of a text's blocks those that are in any of the levels, up to where a request can begin: with recurrent
+    layers (stateful), at a snapshot."""
+    found = list(takewhile(lambda digest: kept_in(levels, digest), digests))
+    while found and stateful and not kept_in(levels, state_digest(found[-1])):
+        found.pop()
+    return found
 
 
 class PrefixIndex(ABC):
