@@ -74,6 +74,7 @@ WRITERS: dict[str, tiny.Writer] = {
     "packed 8": tiny.packed(bits=8, wide=-1),
     "int8": tiny.int8(),
     "fp8 row": tiny.float8(1, 0),
+    "nf4": tiny.bnb(),
     "nvfp4": tiny.nvfp4(),
     "nvfp4 divided": tiny.nvfp4(divided=True),
 }

@@ -198,6 +198,44 @@ def nvfp4(divided: bool = False) -> Writer:
     return write
 
 
+def bnb(kind: str = "nf4", nested: bool = True, block: int = 64) -> Writer:
+    """bitsandbytes: values of a map, blocks of which have a scale, and 256 of these one of their own."""
+
+    def write(weight: Array) -> Written:
+        values = np.sort(np.random.default_rng(3).uniform(-1, 1, 16)).astype(np.float32)
+        values[[0, 7, 15]] = -1, 0, 1
+        flat = weight.flatten()
+        blocks = np.pad(flat, (0, -len(flat) % block)).reshape(-1, block)
+        scales = np.abs(blocks).max(1).astype(np.float32)
+        state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": weight.shape}
+        tensors = {"weight.quant_map": torch.from_numpy(values), "weight.absmax": torch.from_numpy(scales)}
+        if nested:
+            offset, mapped = float(scales.mean()), np.linspace(-1, 1, 256).astype(np.float32)
+            many = np.pad(scales - offset, (0, -len(scales) % 256)).reshape(-1, 256)
+            wide = np.maximum(np.abs(many).max(1), 1e-9).astype(np.float32)
+            codes = np.abs((many / wide[:, None])[..., None] - mapped).argmin(-1)
+            scales = ((mapped[codes] * wide[:, None]).flatten() + np.float32(offset))[: len(scales)]
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+            tensors["weight.absmax"] = torch.from_numpy(codes.flatten()[: len(scales)].astype(np.uint8))
+            tensors |= {"weight.nested_quant_map": torch.from_numpy(mapped)}
+            tensors |= {"weight.nested_absmax": torch.from_numpy(wide)}
+        chosen = np.abs((blocks / np.where(scales == 0, 1, scales)[:, None])[..., None] - values).argmin(-1)
+        exact = (values[chosen] * scales[:, None]).flatten()[: len(flat)].reshape(weight.shape)
+        codes = np.pad(chosen.flatten()[: len(flat)], (0, len(flat) % 2)).astype(np.uint8)
+        packed = torch.from_numpy(codes[::2] << 4 | codes[1::2])[:, None]
+        said = torch.from_numpy(np.frombuffer(json.dumps(state).encode(), np.uint8).copy())
+        named = {"weight": packed, **tensors, f"weight.quant_state.bitsandbytes__{kind}": said}
+        return Written(named, exact.astype(np.float64))
+
+    return write
+
+
+BNB = {
+    "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": None,
+}  # fmt: skip
+
+
 def compressed(weights: dict[str, Any], form: str, **more: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {

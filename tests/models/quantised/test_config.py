@@ -169,8 +169,9 @@ GROUP = ("config_groups", "group_0")
         (changed(COMPRESSED_FP8, "sparsity_config", "format", to="sparse-24"), r"sparsity_config.format: expected"),
         (changed(COMPRESSED_FP8, "transform_config", "config_groups", to={"a": {}}), r"transform_config.config_groups"),
         (changed(COMPRESSED_FP8, "config_groups", to={}) | {"ignore": []}, r"config_groups: expected at least one"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True},
-         r"expected none or quant_method awq, .*, modelopt, fbgemm_fp8, quark, found 'bitsandbytes'. Take the model's"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"load_in_4bit: expected true, found None"),
+        (changed(tiny.BNB, "bnb_4bit_quant_storage", to="bfloat16"), r"quant_storage: expected 'uint8', found 'bf"),
+        ({"quant_method": "hqq"}, r"expected none or quant_method awq, .*, quark, found 'hqq'. Take the model's"),
     ],
 )  # fmt: skip
 def test_what_is_not_served_is_refused_by_its_key(config: dict[str, Any], message: str) -> None:
@@ -195,7 +196,8 @@ def paths(config: Any, before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 
 
 EVERY = (
-    DEEPSEEK_FP8, COMPRESSED_FP8, AWQ, AUTO_GPTQ, DYNAMIC, QUARK, MIXED, tiny.compressed(tiny.INT4, "pack-quantized"),
+    DEEPSEEK_FP8, COMPRESSED_FP8, AWQ, AUTO_GPTQ, DYNAMIC, QUARK, MIXED, tiny.BNB,
+    tiny.compressed(tiny.INT4, "pack-quantized"),
 )  # fmt: skip
 
 

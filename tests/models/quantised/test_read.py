@@ -82,6 +82,31 @@ def test_fp8_blocks_that_transformers_writes(powers: bool) -> None:
     torch.testing.assert_close(found, weight, rtol=0.07, atol=2e-3)
 
 
+@pytest.mark.parametrize(("shape", "nested"), [((48, 96), True), ((33, 65), True), ((48, 96), False)])
+def test_blocks_of_bitsandbytes_are_dequantised(shape: tuple[int, int], nested: bool) -> None:
+    """Also where they go over the ends of rows, and the last is shorter."""
+    config = {**tiny.BNB, "bnb_4bit_use_double_quant": nested}
+    written = tiny.bnb(nested=nested)(matrix(*shape))
+    named = [(f"{MODULE}.{suffix}", tensor) for suffix, tensor in written.tensors.items()]
+    ((name, found),) = assembled(settings(config), named)
+    assert name == f"{MODULE}.weight" and isinstance(found, Tensor)
+    np.testing.assert_allclose(found.numpy(), written.exact, rtol=1e-6, atol=1e-9)
+    assert np.abs(written.exact - matrix(*shape)).max() < 0.1
+    for missing, _ in named:
+        rest = [(name, tensor) for name, tensor in named if name != missing]
+        with pytest.raises(CheckpointError, match=f"missing from the checkpoint: expected {missing}"):
+            list(assembled(settings(config), rest))
+    refused = 0
+    for damaged_name, tensor in named:
+        for other in damaged(tensor):
+            try:
+                list(assembled(settings(config), [(name, other if name == damaged_name else t) for name, t in named]))
+            except CheckpointError as error:
+                refused += 1
+                assert MODULE in str(error) and "expected" in str(error)
+    assert refused > 20
+
+
 # ---- what is damaged -------------------------------------------------------------------------------------------------
 
 

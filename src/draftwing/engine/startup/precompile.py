@@ -409,7 +409,7 @@ class NoDevice(CpuDevice):
 
 def width_of(scheme: Scheme) -> Width | None:
     """Returns the width of weights that stay as they are stored, None of those that are dequantised."""
-    if scheme.layout == "fp4":
+    if scheme.layout in ("fp4", "bnb"):
         return None
     zeros = not scheme.symmetric and not scheme.real
     return Width(8 if scheme.real or scheme.bits > 4 else 4, zeros, shift_of(scheme.wide), scheme.real)

@@ -24,7 +24,7 @@ LONGEST_PATTERN = 4000  # characters
 MATCH_SECONDS = 0.1  # for one name
 INSTEAD = "Take the model's checkpoint that is not quantised, or another quantised one"
 
-Layout = Literal["awq", "gptq", "packed", "plain", "fp4"]
+Layout = Literal["awq", "gptq", "packed", "plain", "fp4", "bnb"]
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,13 @@ class Scheme:
     """How one matrix is stored.
 
     layout: `awq`, `gptq`; of compressed-tensors and fp8, `packed` in int32 or `plain`, a code in each element; `fp4`:
-    NVFP4, whose scales have a scale of their own.
+    NVFP4, whose scales have a scale of their own; `bnb`: blocks of bitsandbytes with values of a map, which are
+    dequantised.
     real: codes are float8_e4m3fn, else integers of `bits`.  tall, wide: rows and columns of a group, or WHOLE.
     scale: suffix of the tensor of scales.  symmetric: zeros are 0.  act_order: a tensor says which columns are a group.
-    zero_offset: what is added to stored zeros.  divided: scales are divided by theirs.  dynamic: made for activations
-    in fp8, quantised by row and 128 columns.
+    zero_offset: what is added to stored zeros.  divided: scales are divided by theirs.  kind: of the map of
+    `bnb`, whose scales are in such blocks, too, where tall is not 0.  dynamic: made for activations in fp8, quantised
+    by row and 128 columns.
     """
 
     layout: Layout
@@ -49,6 +51,7 @@ class Scheme:
     act_order: bool = False
     zero_offset: int = 0
     divided: bool = False
+    kind: str = ""
     dynamic: bool = False
 
     @property
@@ -61,6 +64,9 @@ class Scheme:
         if self.layout == "fp4":
             names = ("weight_packed", "weight_global_scale") if self.divided else ("weight", "weight_scale_2")
             return names[0], self.scale, names[1]
+        if self.layout == "bnb":
+            nested = ("weight.nested_absmax", "weight.nested_quant_map") if self.tall else ()
+            return "weight", self.scale, "weight.quant_map", *nested, f"weight.quant_state.bitsandbytes__{self.kind}"
         more = () if self.symmetric else ("weight_zero_point",)
         if self.layout == "plain":
             return "weight", self.scale, *more
@@ -198,6 +204,17 @@ def _quark(fields: Fields) -> Quantization:
     return Quantization("quark", (*skipped, Rule("any", "", FP8_TENSOR if strategy == "per_tensor" else FP8_CHANNEL)))
 
 
+def _bitsandbytes(fields: Fields) -> Quantization:
+    if fields.flag("load_in_8bit") or not fields.flag("load_in_4bit"):
+        raise _refusal(fields, "load_in_4bit", "true")
+    kind = fields.text("bnb_4bit_quant_type", "fp4")
+    _expect(fields, "bnb_4bit_quant_type", kind, ("nf4", "fp4"))
+    _expect(fields, "bnb_4bit_quant_storage", fields.text("bnb_4bit_quant_storage", "uint8"), ("uint8",))
+    nested = int(fields.flag("bnb_4bit_use_double_quant"))
+    scheme = Scheme("bnb", 4, nested, WHOLE, "weight.absmax", real=True, kind=kind)
+    return Quantization("bitsandbytes", (Rule("any", "", scheme),))
+
+
 FORMATS_OF_TENSORS: dict[str, Layout] = {
     "pack-quantized": "packed", "float-quantized": "plain", "int-quantized": "plain", "naive-quantized": "plain",
     "nvfp4-pack-quantized": "fp4",
@@ -284,7 +301,7 @@ def _strategy(weights: Fields) -> tuple[int, int]:
 
 METHODS: dict[str, Callable[[Fields], Quantization]] = {
     "awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed, "modelopt": _modelopt,
-    "fbgemm_fp8": _fbgemm, "quark": _quark, "mxfp4": lambda _: IN_MXFP4,
+    "bitsandbytes": _bitsandbytes, "fbgemm_fp8": _fbgemm, "quark": _quark, "mxfp4": lambda _: IN_MXFP4,
 }  # fmt: skip
 
 

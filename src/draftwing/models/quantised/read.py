@@ -6,6 +6,7 @@ function for each layout. Errors name the tensor, what was expected of it and wh
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,10 +33,16 @@ NOT_READ = frozenset(
 )  # fmt: skip
 
 
+def _parted(name: str) -> tuple[str, str]:
+    """Returns the module of a tensor and what it is of it: bitsandbytes has some below the weight."""
+    module, dot, rest = name.partition(".weight.")
+    return (module, f"weight.{rest}") if dot else (name.rpartition(".")[0], name.rpartition(".")[2])
+
+
 def is_quantised(name: str, tensor: Tensor) -> bool:
     """Returns whether only a quantised matrix has such a tensor."""
-    suffix = name.rpartition(".")[2]
-    return suffix in PARTS or (suffix == "weight" and tensor.element_size() == 1)
+    suffix = _parted(name)[1]
+    return suffix in PARTS or suffix.startswith("weight.") or (suffix == "weight" and tensor.element_size() == 1)
 
 
 def assembled(
@@ -52,7 +59,7 @@ def assembled(
     scheme_of = cache(quantization.scheme_of)
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
-        module, _, suffix = name.rpartition(".")
+        module, suffix = _parted(name)
         if suffix in NOT_READ:
             continue
         if not is_quantised(name, tensor):
@@ -110,8 +117,10 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 Parts = Mapping[str, Tensor]  # by suffix; all that the scheme names
 
 
-def read_matrix(module: str, parts: Parts, scheme: Scheme) -> QuantizedRows:
+def read_matrix(module: str, parts: Parts, scheme: Scheme) -> Tensor | QuantizedRows:
     """Returns the matrix of a module whose tensors are all there; raises CheckpointError."""
+    if scheme.layout == "bnb":
+        return _of_blocks(module, parts, scheme)
     rows = _READERS[scheme.layout](module, parts, scheme)
     if not bool(rows.scales.isfinite().all()):
         raise CheckpointError(f"{module}.{scheme.scale}: expected finite values, found some that are not")
@@ -225,6 +234,40 @@ def _fp4(module: str, parts: Parts, scheme: Scheme) -> QuantizedRows:
     factor = whole.float().reshape(())
     return QuantizedRows(e2m1(pairs), 5, (scales / factor if scheme.divided else scales * factor) / 2, None, 1,
                          scheme.wide, None)  # fmt: skip
+
+
+def _of_blocks(module: str, parts: Parts, scheme: Scheme) -> Tensor:
+    """Dequantises blocks of bitsandbytes: [rows, columns] float32. Values follow each other over the ends of rows."""
+    *_, state = scheme.parts
+
+    def wrong(expected: str, suffix: str = "weight") -> CheckpointError:
+        found = parts[suffix]
+        return CheckpointError(f"{module}.{suffix}: expected {expected}, found {list(found.shape)} in {found.dtype}")
+
+    try:
+        said = json.loads(bytes(parts[state].cpu().to(torch.uint8).tolist()))
+        sizes = *said["shape"], said["blocksize"], said.get("nested_blocksize", 1)
+        rows, columns, block, nested = map(int, sizes)
+        offset = float(said.get("nested_offset", 0.0))
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise wrong(f"sizes as JSON ({str(error)[:80]})", state) from None
+    codes, count = parts["weight"].flatten(), rows * columns
+    if min(rows, columns, block, nested) < 1 or codes.dtype != torch.uint8 or len(codes) != -(-count // 2):
+        raise wrong(f"two codes a byte of {rows} x {columns} values")
+    scales = parts[scheme.scale].flatten()
+    if len(scales) != -(-count // block):
+        raise wrong(f"{-(-count // block)} scales", scheme.scale)
+    if scheme.tall:
+        of_scales = parts["weight.nested_absmax"].float().flatten().repeat_interleave(min(nested, len(scales)))
+        values = parts["weight.nested_quant_map"].float().flatten()
+        if scales.dtype != torch.uint8 or len(values) != 256 or len(of_scales) < len(scales):
+            raise wrong("codes of 8 bits, whose maps and scales are there", scheme.scale)
+        scales = values[scales.int()] * of_scales[: len(scales)] + offset
+    values = parts["weight.quant_map"].float().flatten()
+    if len(values) != 16 or not scales.is_floating_point():
+        raise wrong("16 values", "weight.quant_map")
+    made = values[torch.stack((codes >> 4, codes & 15), 1).flatten()[:count].int()]
+    return (made * scales.float().repeat_interleave(min(block, count))[:count]).view(rows, columns)
 
 
 _READERS: dict[Layout, Callable[[str, Parts, Scheme], QuantizedRows]] = {
