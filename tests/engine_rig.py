@@ -227,12 +227,13 @@ class Rig:
     def __init__(
         self, model, shapes=(PLAIN,), drafter=None, lag=0, slots=1000, rows=6, chunk=64, radix=True, policy=None,
         book=None, miss=0, attn=None, device="cpu", fake_device=None, graph_size=0, ahead=0, kv_dtype=None,
-        deferral=None, states=None, mixed=False, adapters=(),
+        deferral=None, states=None, mixed=False, adapters=(), adapter_slots=None,
     ):  # fmt: skip
         """attn: a backend of a pool, where it is not the CPU's own, or torch's elsewhere. graph_size: largest batch
         with graphs; on the CPU by a stand-in that calls the stages again. kv_dtype: of the pool, where it is not the
         model's. deferral: of prompts, where it is not what an engine on a CPU has. states: of a model with recurrent
-        layers. mixed: whether prompts run beside rows that decode. adapters: in slots 1, 2, ..."""
+        layers. mixed: whether prompts run beside rows that decode. adapters: in slots 1, 2, ...; with adapter_slots, of
+        which there are so many then, in none."""
         self.policy = policy or FixedShape(shapes[0])
         dev = fake_device or pick_device(device)
         layers = model.kv_layers
@@ -267,9 +268,10 @@ class Rig:
         self.slots = RowTable(rows, length, dev)
         self.executor = Executor(model, drafter, self.slots, backend, dev, graph_size, deferral=deferral, mixed=mixed)
         if adapters:
-            held = AdapterSlots(model, len(adapters), max(one.rank for one in adapters), wide=WIDE)
+            count = len(adapters) if adapter_slots is None else adapter_slots
+            held = AdapterSlots(model, count, max(one.rank for one in adapters), wide=WIDE)
             self.executor.take_adapters(held)
-            for slot, adapter in enumerate(adapters, 1):
+            for slot, adapter in enumerate(adapters if adapter_slots is None else (), 1):
                 held.put(slot, held.targets.fit(adapter))
         if dev.has_own_memory:  # a hidden host read is an error
             self.executor.launch = without_sync(self.executor.launch)
@@ -317,18 +319,21 @@ class Rig:
     def accept_length(self):
         return self.stats.tokens / max(self.stats.rows, 1)
 
-    def submit(self, uid, prompt, params, stop_ids=(), priority=0, salt=0, scanner=None, deadline=None, **more):
+    def submit(self, *args, **kw):
+        req = self.request(*args, **kw)
+        self.sched.submit(req)
+        return req
+
+    def request(self, uid, prompt, params, stop_ids=(), priority=0, salt=0, scanner=None, deadline=None, **more):
         room = CONTEXT - len(prompt)
         wanted = room if params.max_new_tokens is None else min(room, params.max_new_tokens)
-        names = "logprobs", "limits", "prediction", "traced", "thinking", "bad_word_ids", "images"
+        names = "logprobs", "limits", "prediction", "traced", "thinking", "bad_word_ids", "images", "adapter_digest"
         asked = {name: more.pop(name) for name in names if name in more}
-        req = Req(
+        return Req(
             GenerationRequest(uid, list(prompt), params, priority, **asked), seed=params.sampling_seed or 0,
             max_total=len(prompt) + wanted, stop_ids=frozenset((*stop_ids, *params.stop_token_ids)), salt=salt,
             scanner=scanner, deadline=deadline, **more,
         )  # fmt: skip
-        self.sched.submit(req)
-        return req
 
     def answer(self, prompts, params, **how):
         """Submits prompts as requests "0", "1" and so on, and runs."""

@@ -119,7 +119,8 @@ def _turn(follower: Any, failed: list[BaseException]) -> None:
 
 
 def lead(rig: Any, others: list[Any]) -> Any:
-    """Has the executors of other ranks' rigs do what that of `rig` does. `rig.agree()` compares all results so far."""
+    """Has the executors of other ranks' rigs do what that of `rig` does. `rig.agree()` compares all results so far:
+    there are some, or one alone, which others look at with the next."""
     threads = rig.executor.broadcast = Threads([other.executor for other in others])
     own: list[Any] = []
     commit = rig.executor.commit
@@ -129,7 +130,7 @@ def lead(rig: Any, others: list[Any]) -> Any:
         own.extend(flying.parts)
         return flying
 
-    def agree() -> int:
+    def agree() -> bool:
         (other,) = threads.others
         end = time.monotonic() + 20.0  # its thread may be behind; the newest step lands there with the next
         while own and len(other.landings) < max(len(own) - 2, 1) and time.monotonic() < end:
@@ -141,7 +142,7 @@ def lead(rig: Any, others: list[Any]) -> Any:
                 assert np.array_equal(getattr(mine, part), getattr(theirs, part)), part
             assert mine.logprobs == theirs.logprobs and mine.prompt_logprobs == theirs.prompt_logprobs
         del own[:known], other.landings[:known]
-        return known
+        return bool(known) or len(own) < 2
 
     rig.executor.commit, rig.agree = committed, agree
     weakref.finalize(rig, threads.close)

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from engine_rig import BLOCKS, CUDA, EXPERT_RANKS, RANKS, adapters_for
+from engine_rig import BLOCKS, CUDA, EXPERT_RANKS, RANKS, Answers, adapters_for, greedy
 from layer_kinds import config_of
 
+from draftwing.config.adapters import AdapterCard
 from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.engine.adapters import EngineAdapters
+from draftwing.engine.executor import Executor
 from draftwing.engine.graphs import RecordedStages
 from draftwing.layers.config import ExpertConfig
 from draftwing.layers.latent import LatentAttentionConfig
@@ -35,12 +39,16 @@ def case(harness, one_thread):
 def grouped(harness, one_thread):
     """Of a model with matrices that are several in one: experts, one of them of all rows, and keys and values of
     latents."""
+    return case_of(harness, harness.model_of(grouped_config(), seed=2))
+
+
+def grouped_config():
     config = config_of(
         [LatentAttentionConfig(4, 16, 8, 16, 32, query_latent=32), LatentAttentionConfig(4, 32, 8, 16, 48)]
     )
     experts = (ExpertConfig(6, Routing(2), 32, shared=64), ExpertConfig(6, Routing(2), 64, bias=True, limit=7.0))
     layers = (replace(one, experts=some) for one, some in zip(config.layers, experts, strict=True))
-    return case_of(harness, harness.model_of(replace(config, layers=tuple(layers)), seed=2))
+    return replace(config, layers=tuple(layers))
 
 
 def case_of(harness, model):
@@ -162,9 +170,11 @@ def test_steps_with_adapters_are_recorded_on_a_cpu(harness, case):
 
 
 def random_engine(harness, seed):
-    """Runs requests with adapters in an engine of which all is drawn; some are aborted. Returns accepted drafts."""
+    """Runs requests with adapters in an engine of which all is drawn; some are aborted. Returns how many drafts were
+    accepted, and slots filled."""
     draw = random.Random(seed)
-    model = harness.tiny_model(seed=seed % 7)
+    wide = draw.random() < 0.2
+    model = harness.model_of(grouped_config(), seed=seed % 7) if wide else harness.tiny_model(seed=seed % 7)
     (whole,) = getattr(model, "whole", (model,))
     adapters = adapters_for(whole, [draw.randint(1, 12) for _ in range(draw.randint(1, 4))], seed, draw.random())
     prompts = harness.prompts_for(draw.randint(2, 8), seed=seed)
@@ -185,39 +195,90 @@ def random_engine(harness, seed):
     drafter = draw.choice([None, "oracle", "oracle", "ngram", "suffix"])
     shapes = [TreeShape(6, 3, 8)] if drafter in ("ngram", "suffix") else [CHAIN, TREE, BUSHY]
     graph_size = draw.choice([0, 0, rows]) if whole is model else 0
+    slots = draw.randint(1, len(adapters))
     rig = harness.Rig(
-        model, adapters=adapters, rows=rows, drafter=drafter, book=book, miss=draw.randint(0, 4),
+        model, adapters=adapters, adapter_slots=slots, rows=rows, drafter=drafter, book=book, miss=draw.randint(0, 4),
         lag=draw.randint(0, 1),
         policy=harness.Cycle(*draw.sample(shapes, draw.randint(1, len(shapes)))) if drafter else None,
         slots=draw.choice([120, 200, 1000]), chunk=draw.choice([3, 8, 64]), radix=draw.random() < 0.8,
         graph_size=graph_size, ahead=draw.choice([0, 24]), mixed=draw.random() < 0.3 and not graph_size,
     )  # fmt: skip
-    todo, aborted = list(range(len(prompts))), set()
+    todo, aborted, found = list(range(len(prompts))), set(), Answers()
+    swapped = Swapped(rig, adapters, slots, draw)
 
     def between(turn):
+        swapped.turn(found)
         if todo and draw.random() < 0.5:
             submit(todo.pop())
         if draw.random() < 0.03:
             aborted.add(str(draw.randrange(len(prompts))))
-            rig.sched.abort(max(aborted))
+            swapped.abort(max(aborted))
 
     def submit(i):
-        rig.submit(str(i), prompts[i], params[i], adapter=which[i], salt=which[i])
+        swapped.submit(str(i), prompts[i], params[i], which[i])
 
     for _ in range(draw.randint(1, len(prompts))):
         submit(todo.pop())
-    found = rig.run(between=between)
+    rig.run(found, between=between)
     while todo:
         submit(todo.pop())
-        found = rig.run(found, between=between)
+        rig.run(found, between=between)
     for name, text in alone.items():
         got = found.tokens.get(name, [])
         assert got == text or (name in aborted and got == text[: len(got)]), (seed, name)
-    return rig.stats.tokens - rig.stats.rows
+    swapped.check_idle()
+    return rig.stats.tokens - rig.stats.rows, swapped.own.loads
+
+
+class Swapped:
+    """The adapters of a rig as an engine has them: by names that come and go, in slots that others have next."""
+
+    def __init__(self, rig, adapters, slots, draw):
+        targets = rig.executor.adapters.targets
+        self.rig, self.draw, self.time, self.slots = rig, draw, 0.0, slots
+        self.adapters, self.ended = [targets.fit(one) for one in adapters], set()
+        put, rank = partial(rig.executor.run_on_all_ranks, Executor.put_adapter), max(one.rank for one in adapters)
+        self.own = EngineAdapters(slots, rank, put, lambda: self.time)
+
+    def submit(self, uid, prompt, params, which):
+        if which == 0:
+            self.rig.submit(uid, prompt, params)
+            return
+        adapter, name = self.adapters[which - 1], self.draw.choice("abc")
+        self.own.add(AdapterCard(name, "", adapter.digest, adapter.rank, ""), adapter, replace=True)
+        digest = self.own.hold([(name, 1.0)], uid)
+        if self.draw.random() < 0.3:
+            self.own.remove(name)
+        req = self.rig.request(uid, prompt, params, salt=which, adapter_digest=digest)
+        if self.own.enter(req):
+            self.rig.sched.submit(req)
+
+    def abort(self, uid):
+        waits = self.own.drop(uid)
+        if waits is None:
+            self.rig.sched.abort(uid)
+        else:
+            self.rig.sched.refuse(waits)
+
+    def turn(self, found):
+        self.time += 0.2
+        self.own.ended(found.final.keys() - self.ended)
+        self.ended |= found.final.keys()
+        while (req := self.own.next()) is not None:
+            self.rig.sched.submit(req)
+
+    def check_idle(self):
+        """Each slot can be had once more."""
+        assert len(self.own) == 0
+        for slot in range(self.slots):
+            adapter = replace(self.adapters[0], digest=f"another {slot}")
+            self.own.add(AdapterCard("a", "", adapter.digest, adapter.rank, ""), adapter, replace=True)
+            digest = self.own.hold([("a", 1.0)], f"another {slot}")
+            assert self.own.enter(self.rig.request(f"another {slot}", [1], greedy(), adapter_digest=digest))
 
 
 @pytest.mark.slow
-@pytest.mark.further(harness=["blocks", "ranks"])
+@pytest.mark.further(harness=["blocks", "ranks", "ranks with whole experts"])
 def test_random_engines(harness, one_thread):
-    accepted = [random_engine(harness, seed) for seed in range(12)]
-    assert sum(count > 0 for count in accepted) >= 4
+    accepted, loads = zip(*(random_engine(harness, seed) for seed in range(12)), strict=True)
+    assert sum(count > 0 for count in accepted) >= 4 and sum(loads) > 12
