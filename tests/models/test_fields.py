@@ -192,7 +192,7 @@ def test_weights_of_modelopt(tmp_path: Path) -> None:
     """Which says so in a file beside config.json."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA32_1B))
     assert load_config(tmp_path).dtype == torch.bfloat16
-    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A8_AWQ"}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
-    with pytest.raises(CheckpointError, match=r"quantization_config: expected none or quant_method .*'modelopt'"):
+    with pytest.raises(CheckpointError, match=r"quant_algo: expected 'FP8' or .*, found 'W4A8_AWQ'"):
         load_config(tmp_path)
