@@ -217,7 +217,7 @@ def test_gpt_oss() -> None:
     assert 20.8e9 < config.matrix_weights < 21.0e9  # published as 20.9B
     with pytest.raises(CheckpointError, match=r"swiglu_alpha: expected 1[.]702, found 2"):
         from_hf({**GPT_OSS_20B, "swiglu_alpha": 2})
-    with pytest.raises(CheckpointError, match="expected none or quant_method awq, gptq, fp8, .*, found 'mxfp4'"):
+    with pytest.raises(CheckpointError, match=r"expected none or quant_method awq, gptq, fp8, .*, found 'mxfp4'"):
         from_hf({**QWEN3_30B, "quantization_config": GPT_OSS_20B["quantization_config"]})
 
 
