@@ -453,7 +453,7 @@ def edited_drafts(ops: CpuOps, made: Inputs, logits: Tensor) -> Tensor:
     table.tokens[:], table.kv_len[:] = made.ints(0, 60, 5, 90), 80
     edits = DraftEdits(
         None, made.ints(0, 40, 5), made.some([0.4, 1.0, 1.7], 5, 3), made.ints(0, 60, 5, 9),
-        made.some([-3.0, 0.0, 2.5], 5, 9),
+        made.some([-3.0, 0.0, 2.5], 5, 9), torch.arange(9.0).expand(5, -1).contiguous(),
     )  # fmt: skip
     logits = logits.clone()
     ops.logit_editor(table, every, edits, 80, 3001, None).apply(logits)

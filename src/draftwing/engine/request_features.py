@@ -144,10 +144,10 @@ class RequestFeatures:
         edits, at = self.edits, None
         if plan is not None:
             used = edits.features(plan.rows[plan.edited].tolist())
-            if not (used.counts or used.seen or used.biases):
+            if not (used.counts or used.seen or used.repeats or used.biases):
                 return None
             at = self._rows_of(plan.edited)
-        return DraftEdits(at, edits.prompt_len, edits.penalties, edits.bias_ids, edits.bias_values)
+        return DraftEdits(at, edits.prompt_len, edits.penalties, edits.bias_ids, edits.bias_values, edits.costs)
 
     # -- sampling ---------------------------------------------------------------------------------------------------
 

@@ -113,14 +113,22 @@ class DraftEdits(NamedTuple):
     penalties: Tensor
     bias_ids: Tensor
     bias_values: Tensor
+    costs: Tensor
 
 
 class LogitEditor(Protocol):
-    """Edits a head's logits as those of the target will be edited, by the text up to each row's newest token."""
+    """Edits a head's logits as those of the target will be edited, by the text up to each row's newest token; what
+    repetitions cost by the path down to each node, too."""
+
+    def follow(self, level: Level) -> None:
+        """Goes on to a level of the tree, the first below the root or the one below that of the last call: what is
+        applied from then on is of its nodes."""
+        ...
 
     def apply(self, logits: Tensor) -> None:
         """logits [M, V] of any float type, M / B nodes of each row side by side: changed in place, each rounded to its
-        type again."""
+        type again. Before the first level all are the root's continuations; of a level it may be one for all nodes of
+        a row, of which nobody knows what repetitions cost."""
         ...
 
 

@@ -59,7 +59,7 @@ class BlockDrafter(HeadDrafter):
         expansion = ops.expand(table, rows, shape, self._first, 0, 0, head.target_ids)
         nothing = self._first.feature[:1].expand(size, topk, -1)  # what nodes hand down; mostly nothing
         for level in range(1, depth):
-            above = expansion.level().ids.flatten()  # [B * K]
+            above = self._next_level(expansion, editor).ids.flatten()  # [B * K]
             lanes = topk if head.markov is not None else 1  # else all nodes of a level have the same logits
             here = slice(level * size, (level + 1) * size)
             logits, states = base[here], hidden[here]

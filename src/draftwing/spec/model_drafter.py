@@ -26,7 +26,7 @@ from draftwing.ops.attention.attend import Attend, AttnBackend
 from draftwing.ops.attention.batch import Batch, ChunkSpan
 from draftwing.ops.gemm.contract import FEW_ROWS, HeadTopK
 from draftwing.ops.table import TorchOps
-from draftwing.ops.types import Continuations, Draft, Expansion, First, LogitEditor, RowTensors
+from draftwing.ops.types import Continuations, Draft, Expansion, First, Level, LogitEditor, RowTensors
 from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens, chain_menu, tree_menu
 
 BANNED = -1e30  # a logit that nothing legal has
@@ -69,6 +69,12 @@ class HeadDrafter(Drafter):
             return None
         where = step.table, step.rows, step.edits, step.max_kv_len
         return self.ops.logit_editor(*where, self.head.vocab, self._draft_ids)
+
+    def _next_level(self, expansion: Expansion, editor: LogitEditor | None) -> Level:
+        level = expansion.level()
+        if editor is not None:
+            editor.follow(level)
+        return level
 
     def read_head(self, folder: Path | None) -> FeatureHead:
         return super().read_head(folder) if self.swap is None else self.swap.read(folder)
@@ -115,7 +121,7 @@ class ModelDrafter(HeadDrafter):
         self._read_first(table, rows, noisy, editor)
         expansion = self._expand(table, rows, shape)
         for level in range(1, shape.depth):
-            ids = expansion.level().ids
+            ids = self._next_level(expansion, editor).ids
             at = expansion.level_rows()
             batch = Batch(
                 rows=rows,
@@ -349,7 +355,7 @@ class AssistantDrafter(ModelDrafter):
         self._read_first(table, rows, noisy, editor)
         expansion, batch = self._expand(table, rows, shape), None
         for level in range(1, shape.depth):
-            ids = expansion.level().ids.flatten()
+            ids = self._next_level(expansion, editor).ids.flatten()
             batch = self._reading(table, rows, ids, max_kv_len) if batch is None else batch._replace(ids=ids)
             hidden = self._run(batch, expansion.level_feature(), level).view(size, topk, -1)
             expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy, editor), hidden)

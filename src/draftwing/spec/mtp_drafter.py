@@ -62,7 +62,7 @@ class MTPDrafter(ModelDrafter):
         spoken = torch.zeros(size, topk, 0, dtype=torch.int64, device=rows.device)  # tokens of each node's path
         path = spoken  # of the last layer: scratch entries of each node's rows
         for level in range(1, shape.depth):
-            ids, parent = expansion.level()
+            ids, parent = self._next_level(expansion, editor)
             if level <= turns:
                 spoken = torch.cat((of_parent(spoken, parent), ids.unsqueeze(2)), 2)  # [B, K, s]
                 own = lane.unsqueeze(1) * level + torch.arange(level, device=rows.device)  # [K, s]

@@ -16,7 +16,7 @@ from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.sampling.spec import CANDIDATES
 from draftwing.ops.table import TorchOps
-from draftwing.ops.types import DraftEdits, Edits, LogitEditor, NoiseKey, Rescoring, SamplingGroups, Tree
+from draftwing.ops.types import DraftEdits, Edits, Level, LogitEditor, NoiseKey, Rescoring, SamplingGroups, Tree
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sampling.edits import EditTable, Nodes
 
@@ -27,7 +27,7 @@ ASKED_OF_DRAFTS = [
     {"repetition_penalty": 0.8, "frequency_penalty": 0.7, "presence_penalty": -0.4},
     {"logit_bias": {3: 4.0, 11: -100.0, 40: 0.5, 80: 3.0}},
     {"repetition_penalty": 1.1, "frequency_penalty": -0.5, "logit_bias": {7: 1.5, 8: -1.5}},
-    {"dry_multiplier": 3.0, "dry_allowed_length": 1},  # which drafts do not know of
+    {"dry_multiplier": 3.0, "dry_base": 1.5, "dry_allowed_length": 1, "repetition_penalty": 1.2},
 ]
 
 
@@ -42,7 +42,7 @@ class DraftCase:
         self.edits = EditTable(count + 1, TARGET, device)
         for row, asked in enumerate(ASKED_OF_DRAFTS):
             self.edits.write(row, SamplingParams(**asked), PROMPT, ())
-        self.rows = torch.tensor([4, 0, 2, 1, 3])
+        self.rows = torch.tensor([4, 0, 5, 1, 3, 2])
         # A head with some of the target's tokens in an order of its own, or its first ones.
         self.ids = torch.randperm(TARGET, generator=g)[:64] if mapped else torch.arange(64)
         draft_ids = torch.full((TARGET,), -1).index_copy_(0, self.ids, torch.arange(64))
@@ -51,12 +51,12 @@ class DraftCase:
     def editor(self, at: list[int] | None = None, rows: Tensor | None = None) -> LogitEditor:
         edits, device = self.edits, self.ops.device
         which = None if at is None else torch.tensor(at, device=device)
-        some = DraftEdits(which, edits.prompt_len, edits.penalties, edits.bias_ids, edits.bias_values)
+        some = DraftEdits(which, edits.prompt_len, edits.penalties, edits.bias_ids, edits.bias_values, edits.costs)
         rows = (self.rows if rows is None else rows).to(device)
         return self.ops.logit_editor(self.table, rows, some, LENGTH - 1, 64, self.draft_ids)
 
-    def expected(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """logits [B, K, V] -> float64"""
+    def expected(self, logits: Tensor, rows: Tensor, below: list[list[list[int]]] | None = None) -> Tensor:
+        """logits [B, K, V] -> float64. below: tokens from below the root down to each node; None: these are roots."""
         found = logits.double().clone()
         for b, row in enumerate(rows.tolist()):
             asked = ASKED_OF_DRAFTS[row]
@@ -69,7 +69,23 @@ class DraftCase:
                     x = x - asked.get("presence_penalty", 0.0)
                 x = x - text[PROMPT:].count(token) * asked.get("frequency_penalty", 0.0)
                 found[b, :, place] = x + asked.get("logit_bias", {}).get(token, 0.0)
+                for k in range(found.shape[1]):
+                    answer = text[PROMPT:] + (below[b][k] if below else [])
+                    found[b, k, place] -= repeated(answer, token, **asked)
         return found
+
+
+def repeated(
+    answer: list[int], token: int, dry_multiplier: float = 0.0, dry_base: float = 1.75, dry_allowed_length: int = 2,
+    **_: object,
+) -> float:  # fmt: skip
+    """What a token costs that goes on with the longest end of an answer that was there before, by its definition."""
+    longest = 0
+    for at, other in enumerate(answer):
+        if other == token:
+            sizes = [n for n in range(1, at + 1) if answer[at - n : at] == answer[len(answer) - n :]]
+            longest = max(longest, *sizes, 0)
+    return dry_multiplier * dry_base ** (longest - dry_allowed_length) if longest >= dry_allowed_length else 0.0
 
 
 def made(dtype: torch.dtype, rows: int, seed: int = 0) -> Tensor:
@@ -81,22 +97,54 @@ def made(dtype: torch.dtype, rows: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize(("mapped", "nodes"), [(False, 3), (True, 1)])
 def test_logits_are_edited_by_the_text(ops: TorchOps, dtype: torch.dtype, mapped: bool, nodes: int) -> None:
     case = DraftCase(ops, mapped)
-    logits = made(dtype, 5 * nodes)
-    wanted = case.expected(logits.view(5, nodes, 64), case.rows).flatten(0, 1)
+    logits = made(dtype, 6 * nodes)
+    wanted = case.expected(logits.view(6, nodes, 64), case.rows).flatten(0, 1)
     assert not torch.equal(wanted, logits.double())
-    wide = torch.zeros(5 * nodes, 70, dtype=dtype)  # rows of logits are apart
+    wide = torch.zeros(6 * nodes, 70, dtype=dtype)  # rows of logits are apart
     wide[:, :64] = logits
-    for at in (None, [0, 2, 3, 4]):  # of which row 1 of the batch, without edits, is none
+    for at in (None, [0, 2, 3, 4, 5]):  # of which row 1 of the batch, without edits, is none
         found = wide.clone().to(ops.device)
         case.editor(at).apply(found[:, :64])
         torch.testing.assert_close(found[:, :64].cpu().double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
         assert not found[:, 64:].any()
 
 
+TREE = (  # of each level tokens and parents of 3 nodes in 3 rows; branches swap
+    ([[2, 3, 1], [4, 5, 6], [7, 8, 9]], [0, 0, 0]),
+    ([[1, 3, 2], [4, 4, 5], [1, 2, 3]], [2, 0, 0]),
+    ([[3, 1, 9], [4, 4, 5], [3, 2, 3]], [1, 0, 1]),
+)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_repetitions_cost_by_the_path(ops: TorchOps, mapped: bool) -> None:
+    """Of a row with penalties of repetitions, one without edits, and one with others."""
+    case, rows, device = DraftCase(ops, mapped), torch.tensor([5, 0, 2]), ops.device
+    case.table.tokens[5, PROMPT:] = torch.tensor([1, 2, 3]).repeat(10)[: LENGTH - PROMPT]
+    case.table.kv_len[5] = 27
+    editor, below = case.editor(rows=rows), [[[], [], []] for _ in rows]
+    for depth, (ids, parents) in enumerate(TREE):
+        editor.follow(Level(torch.tensor(ids, device=device), torch.tensor([parents] * 3, device=device)))
+        below = [[[*below[b][parents[k]], ids[b][k]] for k in range(3)] for b in range(3)]
+        logits = made(torch.float32, 9, depth)
+        found = logits.clone().to(device)
+        editor.apply(found)
+        wanted = case.expected(logits.view(3, 3, 64), rows, below)
+        torch.testing.assert_close(found.cpu().double().view(3, 3, 64), wanted, rtol=1e-6, atol=1e-5)
+        assert not torch.equal(wanted[0], case.expected(logits.view(3, 3, 64), rows)[0]), "the path matters"
+    one_for_all, asked = made(torch.float32, 3, 7), ASKED_OF_DRAFTS[5]
+    found = one_for_all.clone().to(device)
+    editor.apply(found)
+    assert torch.equal(found[1].cpu(), one_for_all[1])
+    own = case.expected(one_for_all.view(3, 1, 64), rows)[0, 0]
+    own += torch.tensor([repeated([1, 2, 3] * 5 + [1], token, **asked) for token in case.ids.tolist()])
+    torch.testing.assert_close(found[0].cpu().double(), own, rtol=1e-6, atol=1e-5)
+
+
 def test_rows_without_edits_keep_their_bits(ops: TorchOps) -> None:
     case, logits = DraftCase(ops, True), made(torch.bfloat16, 2)
     found = logits.clone().to(ops.device)
-    case.editor(rows=torch.tensor([0, 5])).apply(found)
+    case.editor(rows=torch.tensor([0, 0])).apply(found)
     assert torch.equal(found.cpu(), logits)
 
 
@@ -117,7 +165,7 @@ def test_a_head_edits_before_it_chooses(dtype: torch.dtype, mapped: bool, thread
     weight, states = (torch.randn(n, 96, generator=g).to(dtype) for n in (64, 6))
     gemm = BlockedGemm([ops.quantize(weight, "Q8_0")], dtype, Workers(), Arena())
     readout = HeadTopK(gemm, None, None, case.ids if mapped else None)
-    rows = torch.tensor([2, 0, 4])
+    rows = torch.tensor([5, 0, 4])
     floats = torch.tensor([[0.7, 0.0, 1.3], [1.0, 1.0, 1.0], [0.2, 0.1, 0.0]])
     keys = NoiseKey(torch.tensor([5, 6, 7]), torch.tensor([1, 2, 3]), floats)
     before = torch.get_num_threads()

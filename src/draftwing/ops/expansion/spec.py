@@ -29,6 +29,8 @@ from draftwing.ops.types import (
     Unseen,
 )
 
+_NONE = -2  # a token that is equal to none that there is
+
 
 class ExpansionOps:
     """The operations of a drafter with a model: its pass over committed text, and the expansion of a tree."""
@@ -232,15 +234,45 @@ class TextEditor:
         bias = summed(edits.bias_ids.index_select(0, rows), edits.bias_values.index_select(0, rows))
         self._factor = torch.where(summed(text, known) > 0, repetition, 1).unsqueeze(1)  # [Be, 1, V]
         self._summand = (bias - (count.clamp(max=1) * presence + count * frequency)).unsqueeze(1)
+        # Of what repetitions cost: the answer's tokens, the newest one last, and before them what is equal to none.
+        back = table.kv_len.index_select(0, rows).unsqueeze(1) - position.flip(0)
+        self._answer = text.masked_fill(~answer, _NONE).gather(1, back.clamp(min=0)).masked_fill(back < 0, _NONE)
+        self._costs, self._places, self._vocab = edits.costs.index_select(0, rows), draft_ids, vocab
+        self._below = text.new_empty(self._batch, 1, 0)  # [B, K, D] tokens from below the root down to each node
+
+    def follow(self, level: Level) -> None:
+        self._below = torch.cat((of_parent(self._below, level.parent), level.ids.unsqueeze(2)), 2)
 
     def apply(self, logits: Tensor) -> None:
         nodes = logits.unflatten(0, (self._batch, -1))  # [B, K, V]
         x = (nodes if self._at is None else nodes.index_select(0, self._at)).float()
         x = torch.where(x > 0, x / self._factor, x * self._factor) + self._summand
+        if self._below.shape[1] in (1, nodes.shape[1]):  # else one of all nodes of a level
+            x = x.to(nodes.dtype).float() - self._repeats()
         if self._at is None:
             nodes.copy_(x)
         else:
             nodes.index_copy_(0, self._at, x.to(nodes.dtype))
+
+    def _repeats(self) -> Tensor:
+        """Returns what tokens cost with which the nodes would go on repeating the answer, [Be, K, V] float32."""
+        below = self._below if self._at is None else self._below.index_select(0, self._at)
+        count = below.shape[1]
+        said = torch.cat((self._answer.unsqueeze(1).expand(-1, count, -1), below), 2)  # [Be, K, L]
+        longest, size = self._costs.shape[1] - 1, said.shape[2]
+        earlier = torch.nn.functional.pad(said, (longest, 0), value=_NONE)
+        length = torch.zeros_like(said[..., :-1])  # of what ends at each token as the node does
+        same = length == 0
+        for back in range(min(longest, size)):
+            own = said[..., size - 1 - back : size - back]
+            same = same & (own >= 0) & (earlier[..., longest - back : longest - back + size - 1] == own)
+            length += same
+        costs = self._costs.unsqueeze(1).expand(-1, count, -1).gather(2, length)
+        ids = said[..., 1:].clamp(min=0)
+        own = ids if self._places is None else self._places[ids]
+        own = torch.where((own < 0) | (own >= self._vocab), self._vocab, own)  # a column that is dropped
+        zeros = costs.new_zeros(*costs.shape[:2], self._vocab + 1)
+        return zeros.scatter_reduce_(2, own, costs, "amax")[..., : self._vocab]
 
 
 def capacity(depth: int, topk: int) -> int:

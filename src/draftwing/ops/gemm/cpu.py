@@ -130,7 +130,7 @@ class HeadTopK:
         edits: tuple[int, ...] = ()
         if editor is not None:
             assert isinstance(editor, CpuLogitEditor) and (noise is None or len(noise.seed) == editor.batch)
-            edits, size = editor.numbers, size + 8 * gemm.outputs
+            edits, size = editor.numbers(rows), size + 8 * gemm.outputs
         key: tuple[int, ...] = (0, 0, 0)
         nodes = 1
         if noise is not None:

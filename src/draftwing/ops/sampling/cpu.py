@@ -16,7 +16,16 @@ from draftwing.ops.cpu.runtime import CpuRuntime
 from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.expansion.spec import TextEditor
 from draftwing.ops.sampling.spec import CANDIDATES, Exact, SamplingOps, without_banned
-from draftwing.ops.types import DraftEdits, Edits, NoiseKey, Rescoring, RowTensors, SamplingGroups, SamplingRows
+from draftwing.ops.types import (
+    DraftEdits,
+    Edits,
+    Level,
+    NoiseKey,
+    Rescoring,
+    RowTensors,
+    SamplingGroups,
+    SamplingRows,
+)
 
 
 class CpuSamplingOps(SamplingOps):
@@ -222,24 +231,43 @@ class CpuLogitEditor:
         self._raw, self._workers, self._scratch = raw, workers, scratch
         self._vocab, self.batch = vocab, rows.shape[0]
         self._others = table, rows, edits, bound, vocab, draft_ids  # of an editor in torch
+        self._levels: list[Level] = []
         rows, own = rows.contiguous(), edits[1:]
         assert table.tokens.is_contiguous() and all(part.is_contiguous() for part in own)
         self._held = rows
-        prompt_len, penalties, bias_ids, bias_values = addresses(own)
-        self.numbers = (
+        prompt_len, penalties, bias_ids, bias_values, costs = addresses(own)
+        self._numbers = (
             rows.data_ptr(), table.tokens.data_ptr(), table.tokens.shape[1], table.kv_len.data_ptr(), prompt_len,
             penalties, bias_ids, bias_values, edits.bias_ids.shape[1],
-            0 if draft_ids is None else draft_ids.data_ptr(),
+            0 if draft_ids is None else draft_ids.data_ptr(), costs, edits.costs.shape[1] - 1,
         )  # fmt: skip
+        self._above = ints(self.batch, 0)  # [B * K, D] tokens from below the root down to each node of the level
+
+    def follow(self, level: Level) -> None:
+        ids, parent = level.ids.contiguous(), level.parent.contiguous()
+        batch, topk = ids.shape
+        width = self._above.shape[1]
+        above = ints(batch * topk, width + 1)
+        self._raw.descend(above, self._above, width, ids, parent, batch, topk)
+        self._above = above
+        self._levels.append(level)
+
+    def numbers(self, nodes: int) -> tuple[int, ...]:
+        """Returns how it is passed to the C kernels, of M nodes."""
+        one_for_all = nodes < len(self._above)
+        return *self._numbers, self._above.data_ptr(), -1 if one_for_all else self._above.shape[1]
 
     def apply(self, logits: Tensor) -> None:
         if logits.dtype not in DTYPES:
-            TextEditor(*self._others).apply(logits)
+            plain = TextEditor(*self._others)
+            for level in self._levels:
+                plain.follow(level)
+            plain.apply(logits)
             return
         rows, vocab = logits.shape
         assert vocab == self._vocab and logits.stride(1) == 1
         scratch = self._scratch(self._workers.most, 2 * vocab)
         self._raw.edit_logits(
             logits, logits.dtype == torch.bfloat16, self.batch, rows // self.batch, logits.stride(0), vocab,
-            scratch, self._workers.address, *self.numbers,
+            scratch, self._workers.address, *self.numbers(rows),
         )  # fmt: skip

@@ -321,6 +321,7 @@ static PyMethodDef methods[] = {
     {"sampling_rows", (PyCFunction)(void (*)(void))py_sampling_rows, METH_FASTCALL, NULL},
     {"draw", (PyCFunction)(void (*)(void))py_draw, METH_FASTCALL, NULL},
     {"edit_logits", (PyCFunction)(void (*)(void))py_edit_logits, METH_FASTCALL, NULL},
+    {"descend", (PyCFunction)(void (*)(void))py_descend, METH_FASTCALL, NULL},
     {"heaviest", (PyCFunction)(void (*)(void))py_heaviest, METH_FASTCALL, NULL},
     {"gumbel", (PyCFunction)(void (*)(void))py_gumbel, METH_FASTCALL, NULL},
     {"top_tokens", (PyCFunction)(void (*)(void))py_top_tokens, METH_FASTCALL, NULL},

@@ -556,7 +556,7 @@ typedef struct {
     const float *penalties, *bias_values; /* [R, 3]: frequency, presence, repetition; [R, biases] */
     const int64_t *tokens, *path, *path_len; /* [batch, nodes], and of paths [batch, nodes, width] */
     const int64_t *draft_ids, *kv_len; /* of drafts; kv_len [R] */
-    const float *costs; /* [R, longest + 1]: of repetitions of so many tokens, longest < 64; not of drafts */
+    const float *costs; /* [R, longest + 1]: of repetitions of so many tokens, longest < 64 */
     int64_t length, biases, nodes, width, from, to, longest;
 } Edits;
 typedef struct {
@@ -564,7 +564,7 @@ typedef struct {
 } Edit;
 INLINE float edited(float x, Edit e) { return (x > 0.0f ? x / e.factor : x * e.factor) + e.delta; }
 HIDDEN int is_edited(const Edits *e, int64_t b); /* whether the row has any but what repetitions cost */
-HIDDEN int repeats_cost(const Edits *e, int64_t b); /* whether repetitions do, which drafts do not know of */
+HIDDEN int repeats_cost(const Edits *e, int64_t b); /* whether repetitions do */
 /* counts [vocab] are zeros before; newest: position of the row's root, up to which its text counts. found [vocab]: the
    tokens that are counted or have a bias, each once. Returns how many these are. */
 HIDDEN int64_t count_text(const Edits *e, int64_t b, int64_t newest, int32_t *counts, int32_t *found);
@@ -577,14 +577,16 @@ HIDDEN Edit edit_of(const Edits *e, int64_t b, const int32_t *counts, int64_t id
 HIDDEN void edit_node(const Edits *e, int64_t b, int64_t node, const int32_t *found, int64_t distinct,
                       const int32_t *counts, const void *logits, int half, float *x);
 
-/* Drafts know of their rows' texts up to kv_len. */
-#define DRAFT_EDITS 10
+/* Drafts know of their rows' texts up to kv_len; of what is drafted below, for what repetitions cost alone: `tokens`
+   [batch * nodes, width]. */
+#define DRAFT_EDITS 14
 HIDDEN Edits draft_edits_of(const int64_t *n);
 /* logits of the row's nodes, `stride` from one to the next, are changed; counts, found: memory, of which [from, to) is
    used. */
 HIDDEN void edit_logits(const Edits *e, int64_t b, void *logits, int64_t nodes, int64_t stride, int half,
                         int32_t *counts, int32_t *found);
 HIDDEN PyObject *py_edit_logits(PyObject *self, PyObject *const *args, Py_ssize_t given);
+HIDDEN PyObject *py_descend(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* Two words for a seed and a position: ops/noise/spec.py. */
 typedef struct {

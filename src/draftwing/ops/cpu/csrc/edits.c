@@ -58,31 +58,40 @@ INLINE int64_t on_path(const Edits *e, int64_t b, int64_t node, int64_t k) {
 /* -- repetitions --------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    const Edits *e;
-    const int64_t *text;
-    int64_t b, node, before; /* the answer's tokens before the path */
+    const int64_t *text, *drafted; /* of the answer, and what goes on from it */
+    int64_t before, end;           /* how many of the first there are, and where the newest of all is */
+    int64_t longest;
+    const float *costs;
 } Answer;
-INLINE int64_t said(const Answer *a, int64_t i) {
-    return i < a->before ? a->text[i] : on_path(a->e, a->b, a->node, i - a->before + 1);
+INLINE int64_t said(const Answer *a, int64_t i) { return i < a->before ? a->text[i] : a->drafted[i - a->before]; }
+
+/* newest: position of the root in the row's text; drafted [count]: tokens below it, down to a node. */
+INLINE Answer answer_of(const Edits *e, int64_t b, int64_t newest, const int64_t *drafted, int64_t count) {
+    const int64_t first = e->prompt_len[e->rows[b]], before = newest + 1 > first ? newest + 1 - first : 0;
+    return (Answer){text_of(e, b) + first, drafted, before, before + count - 1, e->longest, costs_of(e, b)};
+}
+
+/* How many tokens of the answer's end stand up to i, if as many cost something. */
+INLINE int64_t repeated(const Answer *a, int64_t i) {
+    if (said(a, i) != said(a, a->end)) return 0;
+    int64_t n = 1;
+    while (n < a->longest && n <= i && said(a, i - n) == said(a, a->end - n)) n++;
+    return a->costs[n] == 0.0f ? 0 : n;
 }
 
 /* Marks each token that followed where the answer's end has been before with how many tokens of that end were there, or
    takes such marks away. */
 static void mark_repeats(const Edits *e, int64_t b, int64_t node, int64_t newest, int32_t *counts, int on) {
-    const int64_t first = e->prompt_len[e->rows[b]];
-    const int64_t before = newest + 1 > first ? newest + 1 - first : 0;
-    const Answer a = {e, text_of(e, b) + first, b, node, before};
-    const int64_t end = before + e->path_len[b * e->nodes + node] - 2; /* the node itself */
-    if (end < 1) return;
-    const int64_t last = said(&a, end);
-    for (int64_t i = 0; i < end; i++) {
-        if (said(&a, i) != last) continue;
-        int64_t n = 1;
-        while (n < e->longest && n <= i && said(&a, i - n) == said(&a, end - n)) n++;
-        if (costs_of(e, b)[n] == 0.0f) continue;
-        int32_t *count = &counts[said(&a, i + 1)];
-        const int32_t mark = (int32_t)n << MARK, had = *count & MARKS;
-        *count = (*count & ~MARKS) | (on ? (mark > had ? mark : had) : 0);
+    const int64_t count = e->path_len[b * e->nodes + node] - 1;
+    int64_t drafted[count + 1];
+    for (int64_t k = 0; k < count; k++) drafted[k] = on_path(e, b, node, k + 1);
+    const Answer a = answer_of(e, b, newest, drafted, count);
+    for (int64_t i = 0; i < a.end; i++) {
+        const int64_t n = repeated(&a, i);
+        if (!n) continue;
+        int32_t *found = &counts[said(&a, i + 1)];
+        const int32_t mark = (int32_t)n << MARK, had = *found & MARKS;
+        *found = (*found & ~MARKS) | (on ? (mark > had ? mark : had) : 0);
     }
 }
 
@@ -129,7 +138,8 @@ void edit_node(const Edits *e, int64_t b, int64_t node, const int32_t *found, in
 
 /* -- logits of drafts ---------------------------------------------------------------------------------------------- */
 
-/* rows, text [R, length], length, kv_len, prompt_len, penalties, bias_ids, bias_values, biases, draft_ids or 0 */
+/* rows, text [R, length], length, kv_len, prompt_len, penalties, bias_ids, bias_values, biases, draft_ids or 0, costs,
+   longest; tokens below each node's root, down to it [batch * nodes, width], and width, -1: not known */
 Edits draft_edits_of(const int64_t *n) {
     return (Edits){.rows = POINTER(n[0]),
                    .text = POINTER(n[1]),
@@ -140,15 +150,41 @@ Edits draft_edits_of(const int64_t *n) {
                    .bias_ids = POINTER(n[6]),
                    .bias_values = POINTER(n[7]),
                    .biases = n[8],
-                   .draft_ids = POINTER(n[9])};
+                   .draft_ids = POINTER(n[9]),
+                   .costs = POINTER(n[10]),
+                   .longest = n[11],
+                   .tokens = POINTER(n[12]),
+                   .width = n[13]};
+}
+
+INLINE void add_to(void *logits, int64_t at, int half, float value) {
+    store(logits, at, 1, half, splat(load(logits, at, 1, half)[0] + value));
+}
+
+/* Takes from a node's logits what repetitions cost. counts are zeros, before and after. */
+static void take_repeats(const Edits *e, int64_t b, int64_t node, void *logits, int half, int32_t *counts,
+                         int32_t *found) {
+    const Answer a = answer_of(e, b, e->kv_len[e->rows[b]], e->tokens + node * e->width, e->width);
+    int64_t distinct = 0;
+    for (int64_t i = 0; i < a.end; i++) {
+        const int64_t n = repeated(&a, i), id = n ? place_of(e, said(&a, i + 1)) : -1;
+        if (id < 0) continue;
+        if (!counts[id]) found[distinct++] = (int32_t)id;
+        if (n > counts[id]) counts[id] = (int32_t)n;
+    }
+    for (int64_t i = 0; i < distinct; i++) {
+        add_to(logits, found[i], half, -a.costs[counts[found[i]]]);
+        counts[found[i]] = 0;
+    }
 }
 
 void edit_logits(const Edits *e, int64_t b, void *logits, int64_t nodes, int64_t stride, int half, int32_t *counts,
                  int32_t *found) {
-    if (!is_edited(e, b)) return;
+    const int repeats = e->width >= 0 && repeats_cost(e, b), edits = is_edited(e, b);
+    if (!repeats && !edits) return;
     memset(counts + e->from, 0, (size_t)(e->to - e->from) * 4);
     found += e->from;
-    const int64_t distinct = count_text(e, b, e->kv_len[e->rows[b]], counts, found);
+    const int64_t distinct = edits ? count_text(e, b, e->kv_len[e->rows[b]], counts, found) : 0;
     for (int64_t i = 0; i < distinct; i++) {
         const Edit edit = edit_of(e, b, counts, found[i]);
         for (int64_t node = 0; node < nodes; node++) {
@@ -156,6 +192,23 @@ void edit_logits(const Edits *e, int64_t b, void *logits, int64_t nodes, int64_t
             store(logits, at, 1, half, splat(edited(load(logits, at, 1, half)[0], edit)));
         }
     }
+    for (int64_t i = 0; i < distinct; i++) counts[found[i]] = 0;
+    for (int64_t node = 0; repeats && node < nodes; node++)
+        take_repeats(e, b, b * nodes + node, (char *)logits + node * stride * (half ? 2 : 4), half, counts, found);
+}
+
+/* out [batch * nodes, width + 1]: tokens from below the root down to each node of a level; above [batch * nodes, width]:
+   the same of the level above it; ids, parents [batch, nodes]: of the level, parents in the one above */
+PyObject *py_descend(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t n[7];
+    if (!numbers(args, given, 7, n)) return NULL;
+    int64_t *out = POINTER(n[0]);
+    const int64_t *above = POINTER(n[1]), *ids = POINTER(n[3]), *parents = POINTER(n[4]), nodes = n[6];
+    for (int64_t i = 0; i < n[5] * nodes; i++) {
+        for (int64_t k = 0; k < n[2]; k++) *out++ = above[(i / nodes * nodes + parents[i]) * n[2] + k];
+        *out++ = ids[i];
+    }
+    Py_RETURN_NONE;
 }
 
 typedef struct {
