@@ -3,6 +3,7 @@ before and after each part. Tensors have names of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.models.family import ATTENTION, MOST_TAPS, Family, layers_by_kind
 from draftwing.models.fields import Fields
 from draftwing.models.positions import SLIDING
+from draftwing.parallel.cut import Stored
 
 _CONV = "conv"
 _ROPES = {
@@ -40,6 +42,11 @@ def _keys(fields: Fields) -> dict[str, Any]:
     return said if fields.get("rope_parameters") is not None else said | {"rope_parameters": _ROPES}
 
 
+def _named(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
+    """Gates are called otherwise in adapters than in checkpoints."""
+    return [(name.replace(".self_attn.g_proj.", ".self_attn.gate_proj."), value)]
+
+
 FAMILIES = {
     "Lfm3ForCausalLM": Family(
         "lfm3",
@@ -52,6 +59,7 @@ FAMILIES = {
         local_theta=1e4,
         layers=_layers,
         keys=_keys,
+        apart=_named,
         layer_names={
             "input_layernorm": "operator_norm",
             "post_attention_layernorm": "post_operator_norm",
