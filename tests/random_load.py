@@ -19,6 +19,7 @@ from draftwing.sched.state_slots import StateSizes
 
 DRAFTERS = "oracle", "suffix", "ngram"
 ROUNDS = 2  # the second finds what the first has left
+ROOM = 40  # slots that a tree may need behind a text
 
 
 class Shown(NamedTuple):
@@ -40,6 +41,10 @@ class Asked(NamedTuple):
     logprobs: LogprobParams | None
     items: list[int]
     images: Any = ()
+
+    def answers(self, rng: random.Random, n: int) -> list[Asked]:
+        """Returns the request n times, each with a seed of its own, as an engine has one that asks for n answers."""
+        return [self._replace(params=each) for each in self.params.replace(n=n).answers(rng)]
 
     def submit(self, rig: Any, uid: str, **more: Any) -> None:
         grammar = None if self.grammar is None else ToyGrammar(self.grammar, rig.sched.config.vocab)
@@ -98,14 +103,17 @@ def alone(harness: Any, model: Any, requests: list[Asked]) -> Any:
     return rig.run()
 
 
-def requests_of(harness: Any, model: Any, rng: random.Random, shown: Shown) -> tuple[list[Asked], Any]:
-    """First turns, and second ones of some of them with more or less of the answer; and all answers."""
+def requests_of(harness: Any, model: Any, rng: random.Random, shown: Shown, n: int) -> tuple[list[Asked], Any]:
+    """First turns, and second ones of some of them with more or less of the answer; and all answers. n: answers that
+    half of the first turns ask for."""
     vocab, longest = harness.VOCAB, harness.CONTEXT - 60
     stems = [text(rng, vocab, size, shown) for size in (16, 40)]
     found = []
     for i in range(rng.randint(4, 9)):
         stem = rng.choice(stems)[: rng.choice((0, 5, 16, 40))]
         found.append(asked(harness, rng, i, [*stem, *text(rng, vocab, rng.choice((1, 2, 9, 25)), shown)], shown))
+    if n > 1:
+        found = [each for one in found for each in one.answers(rng, rng.choice((1, n)))]
     answers = alone(harness, model, found).tokens
     for i, first in enumerate([*found]):
         if rng.random() < 0.5:
@@ -116,11 +124,14 @@ def requests_of(harness: Any, model: Any, rng: random.Random, shown: Shown) -> t
     return found, alone(harness, model, found)
 
 
-def check(harness: Any, model: Any, seed: int, shown: Shown = NO_PICTURES, drafters: Sequence[Any] = DRAFTERS) -> None:
-    """drafters: names, or functions that make one."""
+def check(
+    harness: Any, model: Any, seed: int, shown: Shown = NO_PICTURES, drafters: Sequence[Any] = DRAFTERS, n: int = 1
+) -> None:
+    """drafters: names, or functions that make one.  n: of requests that ask for several answers."""
     rng = random.Random(seed)
-    requests, expected = requests_of(harness, model, rng, shown)
+    requests, expected = requests_of(harness, model, rng, shown, n)
     sizes = StateSizes(rng.choice((3, 5, 16, 40)), *rng.choice(((8, 4), (64, 1), (64, 64))))
+    longest = max(len(one.prompt) + one.params.max_new_tokens for one in requests)
     rig = harness.Rig(
         model,
         policy=AtRandom(rng, *(shape(rng) for _ in range(rng.randint(1, 3)))),
@@ -128,7 +139,7 @@ def check(harness: Any, model: Any, seed: int, shown: Shown = NO_PICTURES, draft
         book=harness.make_book([one.prompt for one in requests], expected),
         miss=rng.choice((0, 1, 4)),
         lag=rng.randint(0, 1),
-        slots=rng.choice((150, 180, 1000)),
+        slots=max(rng.choice((150, 180, 1000)), longest + ROOM),
         rows=rng.choice((1, 2, 6)),
         chunk=rng.choice((1, 8, 33, 100)),
         mixed=rng.random() < 0.6,

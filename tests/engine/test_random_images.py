@@ -103,7 +103,16 @@ def test_heads_that_read_hidden_states(folder: Path, kind: str, seed: int) -> No
 @pytest.mark.slow
 @pytest.mark.further(seed=[*range(1, 30)])
 @pytest.mark.parametrize("seed", range(30))
-def test_two_ranks(folder: Path, seed: int) -> None:
+def test_several_answers(folder: Path, seed: int) -> None:
+    model, processor = loaded(folder)
+    random_load.check(ONE, model, 2000 + seed, shown_to(processor), n=2 + seed % 4)
+
+
+@pytest.mark.slow
+@pytest.mark.further(seed=[*range(1, 30)])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("seed", range(30))
+def test_two_ranks(folder: Path, seed: int, n: int) -> None:
     if folder.name == "gemma4":
         pytest.skip("tables of layers are in no weight map of these threads")
     model, processor = loaded(folder, packed=False)
@@ -111,4 +120,4 @@ def test_two_ranks(folder: Path, seed: int) -> None:
     for one in (share, *share.others):
         one.tower = model.tower
     share.whole = (model,)
-    random_load.check(TWO, share, seed, shown_to(processor))
+    random_load.check(TWO, share, seed, shown_to(processor), n=n)
