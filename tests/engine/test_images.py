@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +133,124 @@ def test_beside_rows_that_decode(case: Any) -> None:
 def test_preemption(case: Any) -> None:
     rig, _ = answer(case, shapes=(TREE,), slots=110, chunk=8)
     assert rig.sched.retractions >= 1
+
+
+def watched(rig: Rig) -> list[str]:
+    """Notes what happens in turn: "look" and each "layer" of the tower, "step" of those who decode, "chunk" of prompts,
+    "mixed" of both."""
+    tower, executor, events = rig.executor._images._tower, rig.executor, list[str]()  # type: ignore[union-attr]
+    launch, look, layers = executor.launch, type(executor).look, tower.layers
+
+    def counted(*args: Any) -> Any:
+        for rows in layers(*args):
+            events.append("layer")
+            yield rows
+
+    def launched(plan: Any, *guidance: Any) -> Any:
+        events.append("mixed" if plan.mixed_prefill else "chunk" if plan.chunks else "step")
+        return launch(plan, *guidance)
+
+    def run(function: Any, *args: Any) -> Any:
+        if function is look:
+            events.append("look")
+        return function(executor, *args)
+
+    rig.executor._images._tower = SimpleNamespace(config=tower.config, layers=counted)  # type: ignore[union-attr, assignment]
+    executor.launch, executor.run_on_all_ranks = launched, run  # type: ignore[method-assign]
+    return events
+
+
+def gaps_of(events: list[str]) -> set[str]:
+    """What stands between two steps. Beside a part of a prompt, or right before, is nothing else."""
+    text = " ".join(events)
+    assert "layer mixed" not in text
+    return {gap.strip() for gap in text.replace("mixed", "step").split("step")[1:-1]}
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_tower_runs_in_pieces_between_steps(case: Any, lag: int, mixed: bool) -> None:
+    """Of those who decode; a piece is a layer, as a part of a prompt is short here."""
+    kind, model, prompts, _, _ = case
+    if mixed and kind == "qwen3.5":
+        pytest.skip("layers with states of rows have prompts and rows take turns")
+    (ids, images), (text, _) = prompts[2], prompts[1]
+    expected = answers(Rig(model, rows=1, radix=False), [(text, ()), (ids, images)], [greedy(110), greedy(8)]).tokens
+    rig = Rig(model, rows=3, chunk=2, lag=lag, mixed=mixed)
+    events = watched(rig)
+
+    def join(turn: int) -> None:
+        if turn == 10:
+            events.clear()
+            rig.submit("1", ids, greedy(8), images=images)
+
+    rig.submit("0", text, greedy(110))
+    found = rig.run(between=join)
+    assert found.tokens == expected
+    features = rig.executor._images
+    assert features is not None and features.runs == len({image.digest for image in images})
+    assert events.count("layer") == events.count("look") == features.runs * (features._tower.config.depth + 1)
+    beside = mixed and not images[0].mutual  # whole images are longer than what has room beside a step
+    assert gaps_of(events) == {"", "look layer"} | (set() if beside else {"chunk"})
+
+
+def test_a_piece_is_as_long_as_a_part_of_a_prompt(case: Any) -> None:
+    """So a long part has all of a small image with it, and nobody waits for a turn more."""
+    _, model, prompts, _, _ = case
+    (ids, images), (text, _) = prompts[0], prompts[1]
+    looks = []
+    for chunk in (2, 100_000):
+        rig = Rig(model, rows=2, chunk=chunk)
+        events = watched(rig)
+        rig.submit("1", text, greedy(40))
+        rig.submit("0", ids, greedy(8), images=images)
+        rig.run()
+        looks.append(events.count("look"))
+    features = rig.executor._images
+    assert features is not None and looks == [features.runs * (features._tower.config.depth + 1), 0]
+
+
+def test_pieces_and_prompts_of_others_take_turns(case: Any) -> None:
+    """Between steps of who decodes all along. One whose picture is begun is aborted, and another one sends it again."""
+    _, model, prompts, _, _ = case
+    (ids, images), (text, _) = prompts[2], prompts[1]
+    asked = [(text, (), 110), (ids, images, 8), ([5, *text * 3], (), 8)]
+    alone = Rig(model, rows=1, radix=False)
+    for i, (prompt, shown, tokens) in enumerate(asked):
+        alone.submit(str(i), prompt, greedy(tokens), images=shown)
+    expected, rig = alone.run().tokens, Rig(model, rows=4, chunk=4)
+    events = watched(rig)
+    rig.submit("0", text, greedy(110))
+
+    def join(turn: int) -> None:
+        if turn == 5:
+            rig.submit("gone", ids, greedy(8), images=images)
+        if turn == 12:
+            rig.sched.abort("gone")
+            for i, (prompt, shown, tokens) in enumerate(asked[1:], 1):
+                rig.submit(str(i), prompt, greedy(tokens), images=shown)
+
+    found = rig.run(between=join).tokens
+    assert {uid: found[uid] for uid in expected} == expected
+    assert gaps_of(events) == {"", "look layer", "chunk"}
+    assert "look layer step chunk step look" in " ".join(events)
+
+
+def test_a_picture_of_nobody_who_waits_is_read_in_turns_too(case: Any) -> None:
+    """So whoever comes meanwhile is served between two pieces."""
+    _, model, prompts, _, expected = case
+    rig, joined = Rig(model, rows=2, chunk=4), list[int]()
+    events = watched(rig)
+    rig.submit("0", prompts[0][0], greedy(TOKENS), images=prompts[0][1])
+
+    def join(turn: int) -> None:
+        if events.count("look") == 2 and not joined:
+            joined.append(len(events))
+            rig.submit("1", prompts[1][0], greedy(TOKENS))
+
+    found = rig.run(between=join)
+    assert found.tokens == {uid: expected.tokens[uid] for uid in "01"}
+    assert "chunk" in events[joined[0] : joined[0] + 6]
 
 
 def test_prefix_hits(case: Any) -> None:

@@ -18,6 +18,8 @@ class Rig:
     and launch one. Stands in for the clock, the scheduler and the executor."""
 
     needs_results, idle, has_prompts = False, False, False
+    looks = SimpleNamespace(next=None)  # of a tower
+    unseen = None
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, host: float, expected: float) -> None:
         self.now, self.taken, self.host, self.expected = 0.0, seconds, host, expected

@@ -36,7 +36,9 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.ops.assign.spec import forget, new_calibration, roots_alone
 from draftwing.ops.attention.attend import AttnBackend
 from draftwing.ops.types import Draft, DraftEdits, SamplingGroups
+from draftwing.requests.images import RequestImage
 from draftwing.sched.guidance import Guides
+from draftwing.sched.looks import Look
 from draftwing.spec.drafter import Drafter, DraftStep, PastText
 
 log = logging.getLogger("draftwing")
@@ -107,7 +109,8 @@ class Executor:
         self._images: ImageFeatures | None = None
         if model.tower is not None:
             in_axes = any(rope.sections for rope in model.config.ropes)
-            self._images = ImageFeatures(model.tower, in_axes, table.rows + 1, device)
+            products = sum(layer.products for layer in model.config.layers)
+            self._images = ImageFeatures(model.tower, in_axes, table.rows + 1, device, products)
         self._features = RequestFeatures(model, drafter, table, device, self.calibration)
         self.commit_stage = CommitStage(
             model, drafter, table, self.ops, self._batches, self._features, self._backlog, self.calibration, simulation
@@ -206,6 +209,16 @@ class Executor:
     def take_head(self, number: int) -> None:
         """Does as `LoadedHeads.take`."""
         self.heads.take(number)
+
+    def unseen(self, images: Sequence[RequestImage], salt: int, start: int, tokens: int) -> RequestImage | None:
+        """Does as `ImageFeatures.unseen`."""
+        return None if self._images is None else self._images.unseen(images, salt, start, tokens)
+
+    @torch.inference_mode()
+    def look(self, look: Look) -> None:
+        """Has the tower go on."""
+        assert self._images is not None
+        self._images.look(look)
 
     def flush(self) -> None:
         """Lets the drafter forget what it has learnt."""

@@ -8,7 +8,8 @@ A row without images, in a plan or behind them, costs nothing here but a look at
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from draftwing.engine.devices.base import Device
 from draftwing.models.towers.base import Tower
 from draftwing.ops.attention.batch import Batch, ChunkSpan, ImageRows
 from draftwing.requests.images import RequestImage, axes_of
+from draftwing.sched.looks import Look
 
 BUDGET = 256 << 20  # bytes of features that are kept
 
@@ -38,10 +40,14 @@ class ImageFeatures:
     """shift: [R + 1] int64 of the row table, what is added to positions behind the images of each row for the rotary
     embedding; None: nothing ever is.  runs: of the tower so far."""
 
-    def __init__(self, tower: Tower, in_axes: bool, rows: int, device: Device, budget: int = BUDGET) -> None:
+    def __init__(
+        self, tower: Tower, in_axes: bool, rows: int, device: Device, products: int, budget: int = BUDGET
+    ) -> None:
         """in_axes: whether the model's rotary embedding has three axes.  rows: of the row table, the dummy included.
-        budget: bytes of features that are kept when no prompt in work needs them."""
-        self._tower, self._device, self._budget = tower, device, budget
+        products: that a token takes of the language model.  budget: bytes of features that are kept when no prompt in
+        work needs them."""
+        self._tower, self._device, self._products, self._budget = tower, device, products, budget
+        self._begun: tuple[tuple[int, bytes], Iterator[Tensor | None]] | None = None  # an image that is not read yet
         self.shift = torch.zeros(rows, dtype=torch.int64, device=device.device) if in_axes else None
         self.runs = self.held = 0
         self._shifted: set[int] = set()  # rows with a shift
@@ -132,17 +138,50 @@ class ImageFeatures:
         """Returns all rows of an image."""
         found = self._known.get((salt, image.digest))
         if found is None:
-            found = self._tower.features(self._device.upload_array(image.pixels), image.tokens)
-            self.runs += 1
-            self._known[salt, image.digest] = found
-            self.held += found.nbytes
+            *_, found = self._layers(image, salt)
+            assert found is not None
+            self._keep(image, salt, found)
         self._known.move_to_end((salt, image.digest))
+        return found
+
+    def _layers(self, image: RequestImage, salt: int) -> Iterator[Tensor | None]:
+        """Returns what is left of the tower's work on an image. One at a time is begun."""
+        if self._begun is None or self._begun[0] != (salt, image.digest):
+            pixels = self._device.upload_array(image.pixels)
+            self._begun = (salt, image.digest), self._tower.layers(pixels, image.tokens)
+        return self._begun[1]
+
+    def _keep(self, image: RequestImage, salt: int, rows: Tensor) -> None:
+        self.runs += 1
+        self._begun = None
+        self._known[salt, image.digest] = rows
+        self.held += rows.nbytes
         while self.held > self._budget and len(self._known) > 1:
             _, oldest = self._known.popitem(last=False)
             self.held -= oldest.nbytes
-        return found
+
+    def unseen(self, images: Sequence[RequestImage], salt: int, start: int, tokens: int) -> RequestImage | None:
+        """Returns the first of a request's images, from a position of the prompt on, that the tower has not read, and
+        for which it takes longer than the language model for so many tokens; None: there is none."""
+        most = tokens * self._products // self._tower.config.depth
+        for image in images:
+            if image.end > start and self._layer(image) > most and (salt, image.digest) not in self._known:
+                return image
+        return None
+
+    def _layer(self, image: RequestImage) -> int:
+        """Returns about how many products a layer of the tower takes."""
+        return self._tower.config.products(*image.pixels.shape[:2])
+
+    def look(self, look: Look) -> None:
+        """Has the tower go on with an image for about as long as the language model takes for some tokens, by a layer
+        at least."""
+        layers = max(look.tokens * self._products // self._layer(look.image), 1)
+        for rows in islice(self._layers(look.image, look.salt), layers):
+            if rows is not None:
+                self._keep(look.image, look.salt, rows)
 
     def clear(self) -> None:
         """Forgets all features."""
         self._known.clear()
-        self.held = 0
+        self._begun, self.held = None, 0

@@ -92,6 +92,7 @@ class Loop:
         self._executor = executor
         self._overlap = overlap
         self._watch = watch
+        sched.looks.unseen = executor.unseen
         self._flying: tuple[InFlight, list[Guidance | None]] | None = None
         self._began = 0.0  # when the device began the step in flight, at the earliest
         # Seconds that it takes to plan and launch a step, by turn: without parts of prompts, and with them.
@@ -117,7 +118,9 @@ class Loop:
         if self._sched.needs_results:
             self._put_in_flight(None)
         plan = self._sched.plan()
-        if plan is None and self._flying is None:
+        if self._sched.looks.next is not None:
+            self._executor.run_on_all_ranks(Executor.look, self._sched.looks.next)
+        elif plan is None and self._flying is None:
             self._sched.rest()
         flying = None
         if plan is not None:

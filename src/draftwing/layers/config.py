@@ -212,6 +212,15 @@ class LayerConfig:
             values += 0 if self.ngram is None else (self.streams.count + 1) * self.hidden * self.ngram.size
         return self.mixer.weights(self.hidden) + values
 
+    @property
+    def products(self) -> int:
+        """Returns about how many products a token takes: of a mixture's experts those that it goes to."""
+        experts = self.experts
+        if experts is None:
+            return self.weights
+        idle = max(len(experts.held) - experts.routing.top_k, 0)
+        return self.weights - (3 if self.gated else 2) * idle * (experts.latent or self.hidden) * experts.ffn
+
     def keeps(self) -> SlotSpec | None:
         """Returns what it keeps in the pool of each token, None: nothing."""
         spec = self.mixer.keeps()

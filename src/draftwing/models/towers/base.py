@@ -49,6 +49,11 @@ class TowerConfig:
 
     prefixes: ClassVar[tuple[str, ...]] = ("model.visual.",)  # of its tensors in checkpoints
 
+    def products(self, height: int, width: int) -> int:
+        """Returns about how many products one of its layers takes of an image of so many pixels."""
+        patches = height * width // self.patch**2
+        return patches * self.hidden * (4 * self.hidden + 2 * self.ffn + 2 * patches)
+
     def prepared(self, files: Fields) -> TowerConfig:
         """Returns the config with what a folder says of how pictures are prepared (`preprocessor_config.json`). Raises
         CheckpointError."""
@@ -69,6 +74,15 @@ class TowerConfig:
 
 class TowerModule(nn.Module):
     """pixels [height, width, 3] float32, 0 .. 1 -> [tokens, (1 + deep) * width]"""
+
+    def layers(self, pixels: Tensor) -> Iterator[Tensor | None]:
+        """Yields None behind each layer, and the rows at last. Something else may be done meanwhile."""
+        raise NotImplementedError
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        *_, rows = self.layers(pixels)
+        assert rows is not None
+        return rows
 
     def linear(self, into: int, out: int, bias: bool = True) -> Linear:
         """Returns a matrix in the tower's format. To be called in constructors, which set `place` first."""
@@ -101,12 +115,18 @@ class Tower:
     def __init__(self, config: TowerConfig, module: TowerModule, dtype: torch.dtype) -> None:
         self.config, self.module, self._dtype = config, module, dtype
 
+    def layers(self, pixels: Tensor, tokens: int) -> Iterator[Tensor | None]:
+        """Yields None behind each layer, and the rows of an image at last, [tokens, (1 + deep) * width], in the model's
+        dtype. pixels: [height, width, 3] uint8."""
+        for rows in self.module.layers(pixels.float() / 255):
+            assert rows is None or rows.shape == (tokens, self.config.width * (1 + self.config.deep))
+            yield None if rows is None else rows.to(self._dtype)
+
     def features(self, pixels: Tensor, tokens: int) -> Tensor:
-        """Returns the rows of an image, [tokens, (1 + deep) * width], in the model's dtype. pixels: [height, width, 3]
-        uint8."""
-        rows: Tensor = self.module(pixels.float() / 255)
-        assert rows.shape == (tokens, self.config.width * (1 + self.config.deep))
-        return rows.to(self._dtype)
+        """Returns the rows that `layers` yields."""
+        *_, rows = self.layers(pixels, tokens)
+        assert rows is not None
+        return rows
 
 
 class Attention(NamedTuple):

@@ -90,7 +90,7 @@ class PatchMergerTower(TowerModule):
         self.merger = _Merger(self, after=False)
         self.deepstack_merger_list = nn.ModuleList(_Merger(self, after=True) for _ in config.taps)
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def layers(self, pixels: Tensor) -> Iterator[Tensor | None]:
         config = self.config
         pixels = (pixels - self.mean) / self.std
         rows, columns = (side // config.patch for side in pixels.shape[:2])
@@ -103,7 +103,8 @@ class PatchMergerTower(TowerModule):
             x = block(x, attention)
             if i in config.taps:
                 deep[i] = self.deepstack_merger_list[config.taps.index(i)](x)
-        return torch.cat([self.merger(x), *(deep[i] for i in config.taps)], 1)
+            yield None
+        yield torch.cat([self.merger(x), *(deep[i] for i in config.taps)], 1)
 
     def _in_blocks(self, x: Tensor) -> Tensor:
         """x [rows, columns, n] -> [rows * columns, n]: blocks by rows, and in each its patches by rows."""

@@ -84,7 +84,7 @@ class PooledTower(TowerModule):
             else:
                 yield name, part
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def layers(self, pixels: Tensor) -> Iterator[Tensor | None]:
         config = self.config
         rows, columns = (side // config.patch for side in pixels.shape[:2])
         patches = pixels.unflatten(0, (rows, -1)).unflatten(2, (columns, -1)).transpose(1, 2)  # [R, C, patch, patch, 3]
@@ -93,11 +93,12 @@ class PooledTower(TowerModule):
         attention = Attention(config.heads, _Turn.of(rows, columns, config, x), 1.0)
         for layer in cast(nn.ModuleList, self.encoder["layers"]):
             x = layer(x, attention)
+            yield None
         blocks = x.float().view(rows // config.pool, config.pool, columns // config.pool, config.pool, -1)
         pooled = blocks.mean((1, 3)).flatten(0, 1).to(x.dtype).float() * config.hidden**0.5
         if config.standardised:
             pooled = (pooled - self.std_bias) * self.std_scale
-        return self.embedding_projection(_rms(pooled.to(x.dtype), config.eps))
+        yield self.embedding_projection(_rms(pooled.to(x.dtype), config.eps))
 
 
 class _Patches(nn.Module):

@@ -220,7 +220,7 @@ class TilesTower(TowerModule):
         self.linear_1 = self.linear(joined, config.projector)
         self.linear_2 = self.linear(config.projector, config.width)
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def layers(self, pixels: Tensor) -> Iterator[Tensor | None]:
         config, table = self.config, cast(nn.Embedding, self.embeddings["position_embedding"]).weight
         pixels = (pixels - self.mean) / self.std
         rows, columns = (length // config.patch for length in pixels.shape[:2])
@@ -230,9 +230,10 @@ class TilesTower(TowerModule):
         attention = Attention(config.heads)
         for layer in cast(nn.ModuleList, self.encoder["layers"]):
             x = layer(x, attention)
+            yield None
         x, factor = self.post_layernorm(x), config.factor
         blocks = x.view(rows // factor, factor, columns // factor, factor, -1).transpose(1, 2)  # [R, C, f, f, hidden]
-        return self.project(blocks.flatten(2, 3).flatten(0, 1))
+        yield self.project(blocks.flatten(2, 3).flatten(0, 1))
 
     def project(self, blocks: Tensor) -> Tensor:
         """blocks [N, patches, hidden] -> [N, width]"""
