@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import image_models
+import numpy as np
 import pytest
 import torch
 from engine_rig import Rig
@@ -20,6 +21,8 @@ from reference.learnable import write_target
 from restarted import OF, TOKENS, ask, opened, tokens, write_hybrid
 from tiny_adapters import write_adapter
 from tiny_checkpoint import VOCAB
+from tiny_embedder import MEAN
+from tiny_encoder import BERT, write_encoder
 
 from draftwing import LLM, SamplingParams
 from draftwing.engine import sleep
@@ -273,6 +276,7 @@ def _none_left(device: Any, size: int) -> Any:
     raise RuntimeError("out of page-locked memory\nand so on")
 
 
+@pytest.mark.slow
 def test_prefixes_wait_on_the_disk(model: Path, device: Any, tmp_path: Path) -> None:
     with engine_of(model, device, tmp_path / "kept") as engine:
         prompt = tokens(300)
@@ -297,6 +301,7 @@ def test_prefixes_wait_in_host_memory(hybrid: Path, device: Any) -> None:
         assert engine.stats()["host_cache_tokens"] == 256
 
 
+@pytest.mark.slow
 def test_adapters_stay(model: Path, device: Any, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "one", model, 1, rank=4)
     with engine_of(model, device, lora_modules=(f"one={folder}",)) as engine:
@@ -418,6 +423,19 @@ def test_llm(model: Path) -> None:
         pieces.close()
         llm.sleep()
     assert not llm.is_sleeping
+
+
+@pytest.mark.slow
+def test_vectors_of_an_encoder(device: Any, tmp_path: Path) -> None:
+    folder, texts = (
+        write_encoder(tmp_path / "model", BERT, pooling=MEAN),
+        ["gravity pulls", "a", "the capital of china"],
+    )
+    with LLM(str(folder), device=device, dtype="float32") as llm:
+        first = llm.embed(texts)
+        for _ in range(2):
+            llm.sleep()
+            assert llm.is_sleeping and np.array_equal(llm.embed(texts), first)
 
 
 @pytest.mark.slow

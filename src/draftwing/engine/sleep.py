@@ -169,7 +169,7 @@ def _emptied(executor: Executor) -> list[Tensor]:
 
 def tensors_of(executor: Executor) -> list[Tensor]:
     """Returns all tensors that an executor's objects hold, but for what ranks share: others read it by its address. One
-    that is not found stays as it is."""
+    that is not found stays as it is. Objects that engines of a process share, such as kernels, hold none."""
     found, todo, seen = list[Tensor](), list[object]([executor]), {id(executor.model.ranks)}
     while todo:
         one = todo.pop()

@@ -199,7 +199,7 @@ async def test_sleep_by_hand() -> None:
         cards = (await says("GET", "/v1/models"))["data"]
         assert [one["status"]["value"] for one in cards] == ["sleeping", "unloaded"]
         (card,) = (await says("GET", "/api/ps"))["models"]
-        assert (card["name"], card["state"]) == ("a", "sleeping")
+        assert (card["name"], card["state"], card["size_vram"]) == ("a", "sleeping", 0)
         assert (await says("GET", "/metrics?model=a", 201))["name"] == "a" and server.asleep
         await says("POST", "/v1/any", 201, user, json={"model": "a"})
         assert not server.asleep

@@ -50,8 +50,8 @@ class Listing:
         """Returns an entry of /api/ps."""
         expires = model.expires()
         found = {**await self.ollama(model), "expires_at": _NEVER if math.isinf(expires) else _written(expires)}
-        found |= {"size": model.size, "state": model.state}
-        return {**found, **(await self._of_server(model)).get("running", {})}
+        found |= {"size": model.size, "state": model.state, **(await self._of_server(model)).get("running", {})}
+        return found | ({"size_vram": 0} if model.asleep else {})
 
     async def _of_server(self, model: Model) -> dict[str, Any]:
         since, said = self._said.get(model.served.name, (0.0, {}))
