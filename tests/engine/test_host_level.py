@@ -21,8 +21,10 @@ from tiny_adapters import write_adapter
 from tiny_checkpoint import VOCAB
 
 from draftwing import SamplingParams
+from draftwing.engine import host_level
 from draftwing.engine.engine import Engine
 from draftwing.errors import ConfigError
+from draftwing.kv.host_prefixes import HostPrefixes
 from draftwing.kv.slot_bytes import SlotBytes
 from draftwing.requests.request import GenerationRequest
 
@@ -90,6 +92,21 @@ def test_only_what_is_not_in_the_pool_is_copied(model: Path) -> None:
         assert found.tokens == expected.tokens and found.cached == 448
         assert came_back(engine) == 64 + 348
         assert ask(engine, prompt).cached == 499 and came_back(engine) == 64 + 348
+
+
+def test_groups_of_a_text_are_looked_up_together(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, groups = list[int](), list[int]()
+    look, copy = host_level.cached_parts, HostPrefixes.write
+    monkeypatch.setattr(host_level, "cached_parts", lambda *args: looked.append(1) or look(*args))
+    monkeypatch.setattr(HostPrefixes, "write", lambda *args: groups.append(1) or copy(*args))
+    with engine_of(model) as engine:
+        saved = engine._saved
+        assert saved is not None and saved._host is not None
+        saved._host._most = 8 * saved._host._each
+        expected = ask(engine, tokens(500)).tokens
+        evict(engine)
+        assert len(groups) == 4 and len(looked) <= 2, "once, and to see that nothing is left"
+        assert ask(engine, tokens(500))[:2] == (expected, 448)
 
 
 @pytest.mark.slow

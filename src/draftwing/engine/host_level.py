@@ -66,9 +66,12 @@ class HostLevel:
         """Starts copies, as many as may be on their way."""
         self.store.poll()
         while self._texts and self.store.leaving < self._most:
-            text = self._texts.oldest
+            text, copied = self._texts.oldest, True
             with cached_parts(self._kv, text) as parts:
-                copied = self._copy_group(parts)
+                keep = {entry.digest for entry in parts.entries}
+                self.store.use(list(keep))
+                while copied and self.store.leaving < self._most:
+                    copied = self._copy_group(parts, keep)
             if not copied:
                 if self.store.resting:  # there will be room
                     return
@@ -79,11 +82,9 @@ class HostLevel:
         if self._texts:
             self._texts.drop(self._texts.oldest)
 
-    def _copy_group(self, parts: CachedParts) -> bool:
-        """Returns whether anything was copied."""
+    def _copy_group(self, parts: CachedParts, keep: set[bytes]) -> bool:
+        """Returns whether anything was copied. keep: digests of all of them."""
         whole = len(parts.entries) - (parts.state > 0)
-        keep = {entry.digest for entry in parts.entries}
-        self.store.use(list(keep))
         lacking = [at for at, entry in enumerate(parts.entries) if not self.store.knows(entry.digest)]
         if not lacking:
             return False
