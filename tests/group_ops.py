@@ -53,18 +53,6 @@ class TorchGroupGemm:
         return matrix if out is None else out.copy_(matrix)
 
 
-class TorchTallGemm(TorchGroupGemm):
-    """For up to 256 rows."""
-
-    def linear(  # type: ignore[override]
-        self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None
-    ) -> Tensor | None:
-        return super().linear(x, weight, bias, residual) if len(x) <= 256 else None
-
-    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor | None:  # type: ignore[override]
-        return super().gated(x, weight, bias) if len(x) <= 256 else None
-
-
 class LateSideWork:
     """Does what it is given when it is waited for, and not before. busy: cannot now."""
 
@@ -85,7 +73,6 @@ class GroupGemmOps(GemmOps):
 
     def __init__(self) -> None:
         self.gemm = TorchGroupGemm()
-        self.tall: TorchTallGemm | None = None
         self.side: LateSideWork | None = None
 
     def gemms(
@@ -95,10 +82,8 @@ class GroupGemmOps(GemmOps):
             return dense_gemms(weight, RowByRow(), None, 0, deterministic)
         if isinstance(weight, Fp8Blocks):
             return super().gemms(weight, bias, deterministic)
-        found: list[Gemm] = [GroupGemm(self.gemm, weight, GROUP_ROWS)]
-        if self.tall is not None and not deterministic:
-            found.append(GroupGemm(self.tall, weight))
-        return [*found, DequantisedGemm(self.gemm, weight, RowByRow() if deterministic else None, self.side)]
+        dequantised = DequantisedGemm(self.gemm, weight, RowByRow() if deterministic else None, self.side)
+        return [GroupGemm(self.gemm, weight, GROUP_ROWS), dequantised]
 
 
 class HalfRuntime(Runtime):

@@ -84,13 +84,13 @@ def tried_shapes() -> dict[int, list[Shape | TallShape]]:
         )
     ]  # fmt: skip
     tall += [
-        TallShape(64, *cut, blocks=blocks, in_shares=True)
+        TallShape(64, *cut, cluster=1, blocks=blocks)
         for cut, blocks in (
             ((1, 1, 4, 6), 2), ((1, 1, 4, 8), 2), ((1, 1, 8, 8), 1), ((2, 1, 6, 6), 1), ((2, 1, 4, 4), 2),
             ((1, 2, 6, 6), 1),
         )
     ]  # fmt: skip
-    tall += [TallShape(32, 1, 2, 4, 4, cluster=8, blocks=3), TallShape(32, 1, 1, 4, 6, blocks=2, in_shares=True)]
+    tall += [TallShape(32, 1, 2, 4, 4, cluster=8, blocks=3), TallShape(32, 1, 1, 4, 6, cluster=1, blocks=2)]
     return {
         64: [
             *tall,

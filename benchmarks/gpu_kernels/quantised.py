@@ -4,7 +4,7 @@
     python benchmarks/gpu_kernels/quantised.py steps      # and whole steps of the engine, random weights
     python benchmarks/gpu_kernels/quantised.py prompts    # and where multiplying the matrix out begins to be worth it
 
-Shapes are those of an 8B Llama model; with `32b` or `27b`, here and in tall.py, of Qwen2.5-32B or of
+Shapes are those of an 8B Llama model; with `32b` or `27b` of Qwen2.5-32B or of
 Qwen3.5-27B's delta nets (whole steps are those of 8B). Weights are not in cache: each product runs over so many
 different ones. The floor of a product is the time to read its weight, scales included, at `timing.read_rate`.
 `tools/tune_gemms.py` tries other shapes.

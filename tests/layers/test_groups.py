@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from decoder_configs import decoder_config
-from group_ops import GroupTorchOps, LateSideWork, RowByRow, TorchTallGemm
+from group_ops import GroupTorchOps, LateSideWork, RowByRow
 from torch import Tensor
 
 from draftwing.layers.attention import AttentionConfig
@@ -223,18 +223,3 @@ def test_dense_weights_are_quantised(scheme: str, most: float) -> None:
     assert float((found.double() * weight.double()).sum() / weight.double().square().sum()) == pytest.approx(
         1, abs=0.01
     )
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_kernels_of_many_rows(deterministic: bool) -> None:
-    """They take what they are for, but in deterministic mode, whose bits they have not."""
-    part, ops = int4(64, order=5), GroupTorchOps(CPU)
-    ops.made.tall = TorchTallGemm()
-    layer = made(ops, part, deterministic=deterministic)
-    for rows in (128, 200, 300):
-        x, residual = inputs(rows), torch.randn(rows, 64).to(BF16)
-        added, gated = layer(x, residual.clone(), overwrite=True), layer.gated(x)
-        right = RowByRow()
-        torch.testing.assert_close(added, right.linear(x, part.dense(BF16), None, residual), rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(gated, right.gated(x, part.dense(BF16), None), rtol=2e-2, atol=2e-2)
-    assert ops.made.gemm.rows == [128, 128] and ops.made.tall.rows == ([] if deterministic else [200, 200])

@@ -1,5 +1,5 @@
-"""GEMMs with quantised weights, gemm_groups.cu for few rows and gemm_tall.cu for many: how they cut their work; in C++
-on the CPU (gemm_host.cpp) and on a GPU. A row of few has the bits that the dequantised matrix gives, in any batch."""
+"""GEMMs with quantised weights, gemm_groups.cu and gemm_tall.cu: how they cut their work; in C++ on the CPU
+(gemm_host.cpp) and on a GPU. A row has the bits that the dequantised matrix gives, in any batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from gemm_inputs import (
     exact,
     launch,
     on_gpu,
-    on_hopper,
     on_host,
     pointer,
     quantized,
@@ -32,8 +31,8 @@ from gemm_inputs import (
 from torch import Tensor
 
 from draftwing.ops.gemm import cuda as gemm
-from draftwing.ops.gemm import cuda_groups, cuda_many, cuda_tall
-from draftwing.ops.gemm.cuda import cuts_of, has_few_left, key_of, small_m_gemm
+from draftwing.ops.gemm import cuda_groups, cuda_many
+from draftwing.ops.gemm.cuda import cuts_of, key_of, small_m_gemm
 from draftwing.ops.gemm.cuda_groups import (
     TILES,
     GroupGemm,
@@ -41,10 +40,10 @@ from draftwing.ops.gemm.cuda_groups import (
     _from_feature,
     group_gemm,
     kernel_lines,
+    read_source,
     shapes_for,
     tile_of,
 )
-from draftwing.ops.gemm.cuda_tall import TallGemm, read_source
 from draftwing.ops.gemm.groups import CHUNK, WHOLE, PackedGroups, pack, unpacked, unsupported_reason
 from draftwing.ops.gemm.shapes import Shape, TallShape
 
@@ -147,13 +146,6 @@ def test_cuts_that_fill_their_turns() -> None:
         assert [one for _, part in found for one in part] == list(range(features))
 
 
-def test_few_blocks_are_left() -> None:
-    shape = TallShape(256, groups=2, row_tiles=1, stages=4, ahead=4)  # 64 features of gates and ups
-    assert has_few_left(shape, "silu", 256, 17408, 132) and has_few_left(shape, "silu", 512, 17408, 132)
-    assert not has_few_left(shape, "silu", 512, 14336, 132) and not has_few_left(shape, "silu", 256, 8192, 132)
-    assert not has_few_left(shape, "silu", 256, 64 * 132, 132) and has_few_left(shape, "silu", 256, 64 * 133, 132)
-
-
 @on_gpu
 @pytest.mark.parametrize("rows", [17, 32, 33, 64, 100, 128])
 @pytest.mark.parametrize("width", [Width(8, False, 1, True), Width(4, True, 1)])
@@ -169,12 +161,6 @@ def test_bits_of_other_cuts(rows: int, width: Width) -> None:
         extra = on_device(rows, 2 * outputs, seed=3, dtype=torch.bfloat16)
         assert torch.equal(ours.linear(x, weight, bias), plain.linear(x, matrix, bias))
         assert torch.equal(ours.linear(x, weight, bias, extra), plain.linear(x, matrix, bias, extra))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_shapes_of_panels_have_the_bits(bits: int) -> None:
-    shapes = [shape for shape in shapes_for(bits, (9, 0)).values() if isinstance(shape, TallShape)]
-    assert shapes and all(shape.exact for shape in shapes)
 
 
 # -- gemm_groups.cu in C++ --------------------------------------------------------------------------------------------
@@ -307,65 +293,6 @@ def test_against_float64(run: Host, width: Width, larger: int) -> None:
     torch.testing.assert_close(got.double(), expected, rtol=2e-2, atol=2e-2 * larger)
 
 
-# -- gemm_tall.cu -----------------------------------------------------------------------------------------------------
-
-TALL_CASES = [
-    (Width(4, False, 1), 128),
-    (Width(4, True, -1), 32),
-    (Width(8, False, WHOLE, True), 0),
-    (Width(8, False, 0), 64),
-]
-GPU_CUTS = (
-    TallShape(128, groups=2, row_tiles=2, stages=5, ahead=4),
-    TallShape(128, groups=2, row_tiles=1, stages=3, ahead=3, cluster=4, blocks=2),
-    TallShape(256, groups=2, row_tiles=1, stages=4, ahead=4, cluster=2),
-)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_shapes_that_are_taken(bits: int) -> None:
-    """There is room for them, and devices and types that have none have no kernels."""
-    assert not cuda_tall.shapes_for(bits, (8, 0), torch.bfloat16) and not cuda_tall.shapes_for(
-        bits, (9, 0), torch.float16
-    )
-    for shape in cuda_tall.shapes_for(bits, (9, 0), torch.bfloat16).values():
-        assert shape.blocks * (shape.shared_bytes(Width(bits, bits == 4, -1).part) + 1024) <= 228 << 10
-
-
-@on_hopper
-@pytest.mark.parametrize("width, wide", TALL_CASES)
-def test_tall_against_float64_on_a_gpu(width: Width, wide: int) -> None:
-    shapes = {(kind, most): shape for most, shape in enumerate(GPU_CUTS) for kind in ("plain", "add", "silu")}
-    ours = TallGemm(device(), width, shapes)
-    packed = pack(quantized(width, 416, 1088, 1, wide), torch.bfloat16, device())
-    matrix = unpacked(packed)
-    for (kind, most), rows in zip(shapes, (65, 128, 300) * len(GPU_CUTS), strict=True):
-        ours.only = kind, most
-        x, bias = random(rows, 1088, seed=0).to(device()), random(416, seed=2).to(device())
-        extra = random(rows, 416, seed=3).to(device())
-        expected = exact(kind, x, matrix, bias, extra)
-        if kind == "silu":
-            got = ours.gated(x, packed, bias)
-        else:
-            got = ours.linear(x, packed, bias, extra if kind == "add" else None)
-        assert got is not None
-        torch.testing.assert_close(got.double(), expected, rtol=2**-7, atol=2e-3)
-
-
-@on_hopper
-@pytest.mark.parametrize("shape", GPU_CUTS)
-def test_two_blocks_side_by_side(shape: TallShape) -> None:
-    """So many blocks that a multiprocessor has as many as it has room for: each time the same bits."""
-    ours = TallGemm(device(), Width(4, False, 1), {("plain", 512): shape})
-    packed = pack(quantized(Width(4, False, 1), 6144, 4096, 1, 128), torch.bfloat16, device())
-    x = random(333, 4096, seed=0).to(device())
-    first = ours.linear(x, packed, None)
-    assert first is not None and first.isfinite().all()
-    for _ in range(20):
-        again = ours.linear(x, packed, None)
-        assert again is not None and torch.equal(again, first)
-
-
 # -- gemm_tall.cu in C++ ----------------------------------------------------------------------------------------------
 
 TALL_LAYOUTS = {  # groups of rows and columns, 0: all of them
@@ -374,15 +301,7 @@ TALL_LAYOUTS = {  # groups of rows and columns, 0: all of them
     Width(8, False, WHOLE, True): (1, 0),
     Width(8, False, 0): (1, 64),
 }
-CUTS = (
-    TallShape(64, groups=1, row_tiles=1, stages=3, ahead=2),
-    TallShape(128, groups=2, row_tiles=2, stages=4, ahead=3),
-    TallShape(192, groups=2, row_tiles=1, stages=3, ahead=1),
-    TallShape(256, groups=2, row_tiles=1, stages=3, ahead=2, cluster=2),
-    TallShape(64, groups=2, row_tiles=1, stages=4, ahead=2, cluster=4),
-    # Exact ones.
-    *dict.fromkeys(s for bits in (4, 8) for s in shapes_for(bits, (9, 0)).values() if isinstance(s, TallShape)),
-)
+CUTS = tuple(dict.fromkeys(s for bits in (4, 8) for s in shapes_for(bits, (9, 0)).values() if isinstance(s, TallShape)))
 FEW = {key: shape for key, shape in shapes_for(4, (8, 0)).items() if key[1] == 8}  # kernels that have the bits
 SHAPES = {(kind, most): shape for most, shape in enumerate(CUTS) for kind in ("plain", "add", "silu")}
 some_widths = pytest.mark.further(run_tall=[width for width in TALL_LAYOUTS if width != EVERY[0]])
@@ -484,9 +403,8 @@ def test_tall_against_float64(run_tall: TallHost, key: tuple[str, int]) -> None:
     kind, shape = key[0], SHAPES[key]
     if key not in tall_shapes_of(run_tall.width):
         pytest.skip("larger cuts that add or gate have the other widths")
-    # Of exact cuts a share has up to three chunks; 64: one chunk, so that most have none.
-    most = (1152, shape.tokens - 3, 64) if shape.exact else (448, shape.tokens + 5, 96)
-    for depth, rows, features in (most, (64, 9, 160)):
+    # A share has up to three chunks; 64: one chunk, so that most have none.
+    for depth, rows, features in ((1152, shape.tokens - 3, 64), (64, 9, 160)):
         layout = TALL_LAYOUTS[run_tall.width]
         if depth == 64 and (run_tall.width.shift != WHOLE and run_tall.width.shift >= 0):
             continue  # there is but one group
@@ -500,8 +418,7 @@ def test_tall_against_float64(run_tall: TallHost, key: tuple[str, int]) -> None:
         for early in (LATE, EARLY, COPIES_EARLY)[: 3 if rows > 9 else 1]:
             got = run_tall(key, x, packed, bias, extra, early)
             torch.testing.assert_close(got.double(), expected, rtol=2**-7, atol=1e-3)
-            if shape.exact:
-                assert torch.equal(got, run_tall.few(kind, x, packed, bias, extra))
+            assert torch.equal(got, run_tall.few(kind, x, packed, bias, extra))
             first = got if first is None else first
             assert torch.equal(got, first), early
 
@@ -511,7 +428,7 @@ def test_tall_against_float64(run_tall: TallHost, key: tuple[str, int]) -> None:
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
 def test_features_in_two_parts(run_tall: TallHost, kind: str) -> None:
     """A product by two cuts has the bits of one."""
-    cuts = [CUTS.index(shape) for shape in CUTS if shape.exact and shape.tokens == 64]
+    cuts = [CUTS.index(shape) for shape in CUTS if shape.tokens == 64]
     whole, rest = (next(i for i in cuts if (CUTS[i].cluster == 1) == alone) for alone in (True, False))
     keys = [(kind, whole), (kind, rest)]
     if not tall_shapes_of(run_tall.width).keys() >= set(keys):

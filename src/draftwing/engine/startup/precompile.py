@@ -229,7 +229,7 @@ def _chunks_of_heads(model: DecoderModel) -> set[int]:
 def _products(job: Job) -> Iterator[tuple[Any, ...]]:
     """Yields functions that compile kernels of dense products, with their arguments."""
     from draftwing.ops.gemm import cuda as gemm
-    from draftwing.ops.gemm import cuda_dense, cuda_groups, cuda_many, cuda_tall
+    from draftwing.ops.gemm import cuda_dense, cuda_groups, cuda_many
 
     config = load_config(job.path)
     for shapes in gemm.programs(gemm.shapes_for(job.capability, job.dtype)):
@@ -240,11 +240,9 @@ def _products(job: Job) -> Iterator[tuple[Any, ...]]:
     if cuda_wgmma.runs_on(job.capability) and job.options.deterministic:
         for ranges in cuda_many.RANGES if job.dtype == torch.bfloat16 else (cuda_many.SHARES,):
             yield cuda_many.compile_ahead, ranges, job.dtype, job.capability
-    widths = _widths(job.options.quantization, config.quantization)
-    for made, of in ((cuda_groups, widths | _width_of_lm_head(job, config)), (cuda_tall, widths)):
-        for width in of:
-            for some in gemm.programs(made.shapes_for(width.bits, job.capability, job.dtype)):
-                yield made.compile_ahead, job.dtype, width, job.capability, some
+    for width in _widths(job.options.quantization, config.quantization) | _width_of_lm_head(job, config):
+        for some in gemm.programs(cuda_groups.shapes_for(width.bits, job.capability, job.dtype)):
+            yield cuda_groups.compile_ahead, job.dtype, width, job.capability, some
 
 
 def _held_products(job: Job, needed: Needed) -> Iterator[tuple[Any, ...]]:

@@ -182,13 +182,6 @@ def cuts_of(
     return [(uneven if count > 1 and x * y < _EVEN * count * room and uneven in kernels else key, everything)]
 
 
-def has_few_left(shape: Shape | TallShape, kind: str, rows: int, width: int, processors: int) -> bool:
-    """Returns whether there are whole turns of blocks, and then one of few. width: of the result."""
-    x, y = shape.grid(kind, rows, width, processors)
-    room = processors * shape.blocks
-    return x * y > room and 0 < x * y % room <= _LITTLE * room
-
-
 def kind_of(residual: Tensor | None, depth: int) -> str:
     """Returns the kind of a product that is not gated."""
     return "plain" if residual is None else "add_long" if depth >= LONG else "add"

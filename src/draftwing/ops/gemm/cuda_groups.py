@@ -6,9 +6,8 @@ The bits of a result are those that `SmallMGemm` gives for the matrix that `dens
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +38,7 @@ _UNPACK_RUN, _UNPACK_WARPS = 4, 8  # of `unpack`: chunks that a warp takes at a 
 # next to them, whose block of a prompt takes two thirds of the registers.
 _UNPACK_BLOCKS, _UNPACK_ASIDE = 4, 1
 
-
 _ORDER_CHUNKS = 4  # that a block of `order_x` takes
-
-Result = TypeVar("Result")
 
 
 class Width(NamedTuple):
@@ -69,26 +65,6 @@ def shapes_for(bits: int, capability: tuple[int, int], dtype: torch.dtype = torc
     return read_shapes(f"{bits}bit", capability, dtype)
 
 
-class PackedGemm(ABC, Generic[Result]):
-    """GEMMs with weights in groups, whose columns have the order of the packed weight."""
-
-    only: tuple[str, int] | None = None  # the kernel to run for anything, to try it
-
-    def linear(self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None) -> Result:
-        """x [M, K], weight [N, K], bias [N], residual [M, N] -> x @ weight^T + bias + residual [M, N], rounded once."""
-        return self._run(kind_of(residual, weight.columns), x, weight, bias, residual, weight.rows)
-
-    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Result:
-        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups, N a multiple of 16 -> [M, N]"""
-        return self._run("silu", x, weight, bias, None, weight.rows // 2)
-
-    @abstractmethod
-    def _run(
-        self, kind: str, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None, width: int
-    ) -> Result:
-        """width: of the result."""
-
-
 class _Loaded(NamedTuple):
     """The kernels of a `GroupGemm`."""
 
@@ -98,8 +74,11 @@ class _Loaded(NamedTuple):
     unpack: Kernel
 
 
-class GroupGemm(PackedGemm[Tensor]):
-    """The kernels of one type of activations and one width on one device."""
+class GroupGemm:
+    """The kernels of one type of activations and one width on one device. Columns of x have the order of the packed
+    weight."""
+
+    only: tuple[str, int] | None = None  # the kernel to run for anything, to try it
 
     def __init__(self, device: torch.device, dtype: torch.dtype, width: Width, shapes: Shapes | None = None) -> None:
         """shapes: in place of `shapes_for`, to try others."""
@@ -133,9 +112,18 @@ class GroupGemm(PackedGemm[Tensor]):
         )  # fmt: skip
         return out
 
+    def linear(self, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+        """x [M, K], weight [N, K], bias [N], residual [M, N] -> x @ weight^T + bias + residual [M, N], rounded once."""
+        return self._run(kind_of(residual, weight.columns), x, weight, bias, residual, weight.rows)
+
+    def gated(self, x: Tensor, weight: PackedGroups, bias: Tensor | None) -> Tensor:
+        """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups, N a multiple of 16 -> [M, N]"""
+        return self._run("silu", x, weight, bias, None, weight.rows // 2)
+
     def _run(
         self, kind: str, x: Tensor, weight: PackedGroups, bias: Tensor | None, residual: Tensor | None, width: int
     ) -> Tensor:
+        """width: of the result."""
         x = x.contiguous()
         rows, depth = x.shape
         assert depth == weight.columns and (residual is None or residual.is_contiguous())

@@ -1,10 +1,9 @@
 // Follows gemm_groups.cu and gemm_bulk.cu: the GEMM of more than 16 rows with weights in 4 or 8 bits (wgmma, compute capability 9.0 alone).
 //
-// As in gemm_wide.cu weights become an instruction's first operand in registers, and x is read from shared memory. But
-// here a block has one sum of all its chunks, so that bits are not those of the other kernels, unless a cluster has as
-// many blocks as they have shares, or IN_SHARES says so. `order_x` first writes x as shared memory is to have it: panels
-// of TOKENS rows and a chunk, one after the other along K, each the matrices of 8 rows and 8 columns that `wide_mma`
-// reads. So a panel comes by one bulk copy.
+// As in gemm_wide.cu weights become an instruction's first operand in registers, and x is read from shared memory. Each
+// block of a cluster has a share, or a block sums all shares, one after the other. `order_x` first writes x as shared
+// memory is to have it: panels of TOKENS rows and a chunk, one after the other along K, each the matrices of 8 rows and 8
+// columns that `wide_mma` reads. So a panel comes by one bulk copy.
 //
 // One thread asks for panels. A stage has two barriers: `full` opens when its panel is there, `empty` when all warps have
 // done with it. A warp for this alone would leave the others too few registers: they are given out by four warps. Weights
@@ -68,11 +67,9 @@ __device__ __forceinline__ void store_tall(const float* sums, const u16* __restr
 }
 
 // WARP_GROUPS warp groups, each with ROW_TILES * 64 features and TOKEN_TILES * 8 rows of x, AHEAD chunks of weights and STAGES
-// of x in flight or read. CLUSTER blocks have the same features and rows, and each every so many chunks. Blocks side by
-// side have the same weights. N, of a gate or of all: a multiple of 16. IN_SHARES: a block, without others, sums one share
-// after the other, chunks 0, 8, 16, ..., then 1, 9, 17, ...
-template <class WEIGHTS, int TOKEN_TILES, int WARP_GROUPS, int ROW_TILES, int STAGES, int AHEAD, int CLUSTER,
-          bool IN_SHARES, int KIND>
+// of x in flight or read. CLUSTER blocks have the same features and rows, and each a share. One sums them in turn: chunks
+// 0, 8, 16, ..., then 1, 9, 17, ... Blocks side by side have the same weights. N, of a gate or of all: a multiple of 16.
+template <class WEIGHTS, int TOKEN_TILES, int WARP_GROUPS, int ROW_TILES, int STAGES, int AHEAD, int CLUSTER, int KIND>
 __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGHTS weights,
                                           const u16* __restrict__ bias, const u16* __restrict__ extra,
                                           u16* __restrict__ y, int M, int N, int K) {
@@ -80,7 +77,8 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     constexpr int STAGE = TOKENS * CHUNK;  // of x, u16
     constexpr int UNITS = WEIGHTS::UNITS * 256, WORDS = WEIGHTS::WORDS * 32;  // of a warp, in u16 and u32
     static_assert(STAGES > LATE, "a stage is asked for again so many chunks after it is read");
-    static_assert(!IN_SHARES || CLUSTER == 1, "a block of a cluster has every so many chunks");
+    constexpr bool IN_SHARES = CLUSTER == 1;
+    static_assert(IN_SHARES || CLUSTER == SHARES, "sums are to have the bits of few rows");
     constexpr int PARTS = WARPS * AHEAD * ROW_TILES, USED = STAGES * STAGE * 2 + PARTS * (UNITS * 2 + WORDS * 4);
     constexpr int BARRIERS = USED > TOKENS * PITCH * 4 ? USED : TOKENS * PITCH * 4;  // bytes before them
     extern __shared__ float sums[];  // first [STAGES][STAGE] of u16 and rings, then [TOKENS][PITCH]; behind both, barriers

@@ -11,7 +11,7 @@ from draftwing.ops.cuda.side_stream import side_stream
 from draftwing.ops.fp8 import spec as fp8_blocks
 from draftwing.ops.fp8.spec import FP8_FROM, Fp8Blocks
 from draftwing.ops.gemm import cuda as gemm
-from draftwing.ops.gemm import cuda_dense, cuda_fp8, cuda_groups, cuda_heads, cuda_many, cuda_tall, cuda_wgmma, groups
+from draftwing.ops.gemm import cuda_dense, cuda_fp8, cuda_groups, cuda_heads, cuda_many, cuda_wgmma, groups
 from draftwing.ops.gemm.contract import Gemm
 from draftwing.ops.gemm.gemms import GROUP_ROWS, DequantisedGemm, GroupGemm, KernelGemm, TorchGemm, dense_gemms
 from draftwing.ops.gemm.groups import PackedGroups
@@ -55,11 +55,9 @@ class GpuGemmOps(GemmOps):
         many = cuda_many.shares_gemm(device, (weight.rows, weight.columns), dtype, weights_in_sets=True)
         exact = (many or gemm.small_m_gemm(device, dtype)) if deterministic else None
         side = side_stream(self.device) if self.device.type == "cuda" else None
-        found: list[Gemm] = [GroupGemm(kernels, weight, GROUP_ROWS)]
-        if exact is None and (tall := cuda_tall.tall_gemm(device, dtype, width)) is not None:
-            found.append(GroupGemm(tall, weight))
         in_sets = deterministic and many is not None and many.weights_in_sets
-        return [*found, DequantisedGemm(kernels, weight, exact, side, in_sets=in_sets)]
+        dequantised = DequantisedGemm(kernels, weight, exact, side, in_sets=in_sets)
+        return [GroupGemm(kernels, weight, GROUP_ROWS), dequantised]
 
     def keeps_bits(self, weight: Tensor) -> bool:
         return gemm.takes(weight) or super().keeps_bits(weight)

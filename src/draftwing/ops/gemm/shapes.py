@@ -71,14 +71,8 @@ class TallShape:
     row_tiles: int  # 64 features each, of a warp group
     stages: int  # chunks of x in shared memory
     ahead: int  # chunks of weights
-    cluster: int = 1  # blocks, each for a part of K
+    cluster: int = SHARES  # blocks, each for a share of K, or one, which has all shares in turn
     blocks: int = 1  # of a multiprocessor, for which there are to be registers and shared memory
-    in_shares: bool = False  # a block sums K in the shares of few-row kernels, one after the other
-
-    @property
-    def exact(self) -> bool:
-        """Returns whether sums have the bits of few-row kernels."""
-        return self.in_shares or self.cluster == SHARES
 
     @property
     def features(self) -> int:
@@ -96,7 +90,7 @@ class TallShape:
     @property
     def call(self) -> str:
         """Returns the template of gemm_tall.cu and what it is called with, up to the kind."""
-        cut = self.tokens // 8, self.groups, self.row_tiles, self.stages, self.ahead, self.cluster, int(self.in_shares)
+        cut = self.tokens // 8, self.groups, self.row_tiles, self.stages, self.ahead, self.cluster
         return f"tall_gemm, {', '.join(map(str, cut))}"
 
     def outputs(self, kind: str) -> int:
@@ -190,7 +184,7 @@ def user_folder() -> Path:
     return cache_folder() / "gemm_shapes"
 
 
-def find_file(width: str, capability: tuple[int, int], dtype: torch.dtype) -> Traversable | None:
+def find_file(width: str, capability: tuple[int, int], dtype: torch.dtype) -> Traversable:
     """Returns the file of shapes for such a device: the user's, its own, that of its kind, or one for any."""
     own = f"sm{capability[0]}{capability[1]}"
     names = ["clusters", "any"] if capability >= CLUSTERS else ["any"]
@@ -199,19 +193,17 @@ def find_file(width: str, capability: tuple[int, int], dtype: torch.dtype) -> Tr
         files.append(user_folder() / f"{own}-{width}.json")
         names = [own, "sm90", *names] if capability[0] == WARP_GROUPS else [own, *names]
     files += (resources.files(__package__).joinpath("cards", f"{name}-{width}.json") for name in names)
-    return next((file for file in files if file.is_file()), None)
+    return next(file for file in files if file.is_file())
 
 
 @functools.cache
 def read_shapes(width: str, capability: tuple[int, int], dtype: torch.dtype) -> Shapes:
     """Returns shapes by kind and tile for devices of this compute capability. Without an entry, `add_long` is `add`.
 
-    width: of weights: dense, 4bit, 8bit; 4bit-many, 8bit-many: for many rows, for which there may be none. Raises
-    ConfigError for a file that is none, or whose kernels such a device cannot run.
+    width: of weights: dense, 4bit, 8bit. Raises ConfigError for a file that is none, or whose kernels such a device
+    cannot run.
     """
     file = find_file(width, capability, dtype)
-    if file is None:
-        return {}
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))["shapes"]
         shapes = {(row["kind"], row["rows"]): make_shape(row, row["rows"]) for row in rows}
@@ -221,7 +213,7 @@ def read_shapes(width: str, capability: tuple[int, int], dtype: torch.dtype) -> 
             tall = isinstance(shape, TallShape)
             if (shape.cluster > 1 and capability < CLUSTERS) or (tall and capability[0] != WARP_GROUPS):
                 raise ValueError(f"{kind} of {tile} rows for compute capability {capability[0]}.{capability[1]}")
-        tiles = () if width.endswith("-many") else (8, 16, 32, 64, *([128] if width == "dense" else []))
+        tiles = (8, 16, 32, 64, *([128] if width == "dense" else []))
         if missing := [f"{kind} of {tile} rows" for kind in BASE_KINDS for tile in tiles if (kind, tile) not in shapes]:
             raise ValueError(f"none for {', '.join(missing)}")
         return shapes
