@@ -124,6 +124,21 @@ def test_what_never_arrives_is_not_there() -> None:
     assert not any(entry.digest in store for entry in text) and store.leaving == 4 * PAGE
 
 
+def test_what_could_not_be_copied_is_copied_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, text = HostPrefixes(DistantCpu(), PAGE, 4 * PAGE), chain("text", 4)
+
+    def fail(*args: object) -> object:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DistantCpu, "copy_out", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            store.write(text, content(text))
+    assert not any(store.knows(entry.digest) for entry in text)
+    assert store.write(text, content(text)) == 4
+    assert all(entry.digest in arrived(store) for entry in text)
+
+
 def test_the_host_reads_nothing_of_the_device() -> None:
     """Tensors without data go out and come back: a read of them would fail."""
 

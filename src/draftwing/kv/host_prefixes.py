@@ -126,7 +126,13 @@ class HostPrefixes(PrefixIndex):
             self._add(stored)
             parts.append(stored)
         if pairs:
-            self._out.append(_Flight(self._copies.copy_out(pairs), len(parts) * size, rows, parts))
+            try:
+                done = self._copies.copy_out(pairs)
+            except BaseException:  # such as for want of memory: what is not copied is not kept
+                for stored in parts:
+                    self._remove(stored)
+                raise
+            self._out.append(_Flight(done, len(parts) * size, rows, parts))
         return len(parts)
 
     def read(self, digests: Sequence[bytes]) -> Tensor:
