@@ -269,6 +269,7 @@ class Swapped:
 
     def check_idle(self):
         """Each slot can be had once more."""
+        self.own.ended([out.uid for out in self.rig.sched.take_outputs()])  # of who was aborted last
         assert len(self.own) == 0
         for slot in range(self.slots):
             adapter = replace(self.adapters[0], digest=f"another {slot}")
