@@ -257,13 +257,11 @@ def test_models_are_loaded_and_freed_without_a_prompt(url: str) -> None:
     loaded = httpx.post(f"{url}/api/generate", json={"model": "m", "keep_alive": "5m"})
     assert loaded.headers["draftwing-ignored"] == "keep_alive"
     for path in ("/api/chat", "/api/generate"):
-        assert whole(url, path, {})["done_reason"] == "load"
-        assert (
-            whole(url, path, {"keep_alive": 0, "messages": []} if "chat" in path else {"keep_alive": "0s"})[
-                "done_reason"
-            ]
-            == "unload"
-        )
+        for body in ({}, {"keep_alive": "soon"}, {"keep_alive": False}):
+            assert whole(url, path, body)["done_reason"] == "load"
+        for kept in (0, 0.0, "0s", "0h0m"):  # the second is how Ollama's own client writes 0
+            empty = {"messages": []} if "chat" in path else {}
+            assert whole(url, path, {**empty, "keep_alive": kept})["done_reason"] == "unload"
 
 
 def test_logprobs(scripted: ScriptedEngine, url: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -15,7 +16,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BeforeValidator, ConfigDict
 
-from draftwing.errors import RequestError
+from draftwing.config.model_list import seconds
+from draftwing.errors import ConfigError, RequestError
 from draftwing.images.reader import Picture, pasted
 from draftwing.requests.sampling_params import NEUTRAL_SAMPLERS, SAMPLER_HINTS, SamplingParams
 from draftwing.server.chat import Chat, ChatLogprobs, Chats, checked_functions
@@ -409,7 +411,9 @@ def _add_answers(app: FastAPI, service: Service, chats: Chats) -> None:
 
 def _loaded(body: OllamaBody, service: Service, content: dict[str, Any]) -> Response:
     """Returns the answer to a request without a prompt, by which clients load and free models."""
-    reason = "unload" if str(body.keep_alive).rstrip("smh") == "0" else "load"
+    reason = "load"
+    with suppress(ConfigError):  # of a time that nobody can read, which has no effect either
+        reason = "load" if body.keep_alive is None or seconds(body.keep_alive) else "unload"
     loaded = {**head(service.name_for(body.model)), **content, "done": True, "done_reason": reason}
     return with_ignored_header(json_response(encode(loaded)), body.ignored)
 

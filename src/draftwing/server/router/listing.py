@@ -17,6 +17,8 @@ from draftwing.server.router.model import Model
 from draftwing.server.router.proxy import ask
 
 _NEVER = "9999-12-31T23:59:59Z"
+# What models do that write no text, by how their architectures' names end.
+_SILENT: dict[str, list[str]] = {"ForSequenceClassification": [], "Model": ["embedding"]}
 
 
 class Listing:
@@ -88,7 +90,7 @@ def show(model: Model) -> dict[str, Any]:
         "template": template,
         "details": card["details"] | {"family": family, "families": [family]},
         "model_info": {"general.architecture": family, **context},
-        "capabilities": ["completion", *(["tools"] if "tools" in template else [])],
+        "capabilities": about.get("does", ["completion", *(["tools"] if "tools" in template else [])]),
         "modified_at": card["modified_at"],
     }
 
@@ -121,11 +123,14 @@ def _about(model: Model) -> dict[str, Any]:
             found = {"context": data.get(f"{family}.context_length"), "template": data.get("tokenizer.chat_template")}
         else:
             data = json.loads(files["config.json"].read_text())
-            family = str((data.get("architectures") or [""])[0]).removesuffix("ForCausalLM").lower()
-            found = {"context": data.get("max_position_embeddings"), "template": _template(files)}
+            architecture = str((data.get("architectures") or [""])[0])
+            family = architecture.removesuffix("ForCausalLM").lower()
+            does = next((does for end, does in _SILENT.items() if architecture.endswith(end)), None)
+            template = _template(files) if does is None else ""
+            found = {"context": data.get("max_position_embeddings"), "template": template, "does": does}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, DraftwingError):
         return {}
-    return {"family": family} | {name: value for name, value in found.items() if value}
+    return {"family": family} | {name: value for name, value in found.items() if value not in (None, "")}
 
 
 def _template(files: dict[str, Path]) -> str:

@@ -1,0 +1,31 @@
+"""What is said of models that are not loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftwing.config.model_list import ServedModel
+from draftwing.server.router.listing import show
+from draftwing.server.router.model import Model
+
+
+@pytest.mark.parametrize(
+    "architecture, does",
+    [
+        ("Qwen3ForCausalLM", ["completion", "tools"]),
+        ("Gemma3ForConditionalGeneration", ["completion", "tools"]),
+        ("Qwen3Model", ["embedding"]),  # saved without its head
+        ("BertModel", ["embedding"]),
+        ("XLMRobertaForSequenceClassification", []),
+    ],
+)
+def test_what_models_do(tmp_path: Path, architecture: str, does: list[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ tools }}"}))
+    model = Model(ServedModel(("m",), 1e9, {"model": str(tmp_path)}))
+    assert show(model)["capabilities"] == does
+    (tmp_path / "tokenizer_config.json").unlink()  # as of encoders
+    assert show(model)["capabilities"] == (["completion"] if "completion" in does else does)
