@@ -37,8 +37,8 @@ class Scheme:
     real: codes are float8_e4m3fn, else integers of `bits`.  tall, wide: rows and columns of a group, or WHOLE.
     scale: suffix of the tensor of scales.  symmetric: zeros are 0.  act_order: a tensor says which columns are a group.
     zero_offset: what is added to stored zeros.  divided: scales are divided by theirs.  kind: of the map of
-    `bnb`, whose scales are in such blocks, too, where tall is not 0.  dynamic: made for activations in fp8, quantised
-    by row and 128 columns.
+    `bnb`.  nested: its scales are in such blocks, too.  dynamic: made for activations in fp8, quantised by row and 128
+    columns.
     """
 
     layout: Layout
@@ -52,6 +52,7 @@ class Scheme:
     zero_offset: int = 0
     divided: bool = False
     kind: str = ""
+    nested: bool = False
     dynamic: bool = False
 
     @property
@@ -65,7 +66,7 @@ class Scheme:
             names = ("weight_packed", "weight_global_scale") if self.divided else ("weight", "weight_scale_2")
             return names[0], self.scale, names[1]
         if self.layout == "bnb":
-            nested = ("weight.nested_absmax", "weight.nested_quant_map") if self.tall else ()
+            nested = ("weight.nested_absmax", "weight.nested_quant_map") if self.nested else ()
             return "weight", self.scale, "weight.quant_map", *nested, f"weight.quant_state.bitsandbytes__{self.kind}"
         more = () if self.symmetric else ("weight_zero_point",)
         if self.layout == "plain":
@@ -210,8 +211,8 @@ def _bitsandbytes(fields: Fields) -> Quantization:
     kind = fields.text("bnb_4bit_quant_type", "fp4")
     _expect(fields, "bnb_4bit_quant_type", kind, ("nf4", "fp4"))
     _expect(fields, "bnb_4bit_quant_storage", fields.text("bnb_4bit_quant_storage", "uint8"), ("uint8",))
-    nested = int(fields.flag("bnb_4bit_use_double_quant"))
-    scheme = Scheme("bnb", 4, nested, WHOLE, "weight.absmax", real=True, kind=kind)
+    nested = fields.flag("bnb_4bit_use_double_quant")
+    scheme = Scheme("bnb", 4, WHOLE, WHOLE, "weight.absmax", real=True, kind=kind, nested=nested)
     return Quantization("bitsandbytes", (Rule("any", "", scheme),))
 
 

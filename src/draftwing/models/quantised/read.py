@@ -257,7 +257,7 @@ def _of_blocks(module: str, parts: Parts, scheme: Scheme) -> Tensor:
     scales = parts[scheme.scale].flatten()
     if len(scales) != -(-count // block):
         raise wrong(f"{-(-count // block)} scales", scheme.scale)
-    if scheme.tall:
+    if scheme.nested:
         of_scales = parts["weight.nested_absmax"].float().flatten().repeat_interleave(min(nested, len(scales)))
         values = parts["weight.nested_quant_map"].float().flatten()
         if scales.dtype != torch.uint8 or len(values) != 256 or len(of_scales) < len(scales):
