@@ -12,7 +12,7 @@ from reference.hf_configs import LLAMA32_1B, QWEN3_8B, QWEN35_9B
 
 from draftwing.errors import CheckpointError
 from draftwing.models.config import from_hf
-from draftwing.models.quantised.config import FP8_TENSOR, NVFP4, Quantization, Scheme
+from draftwing.models.quantised.config import FP8_CHANNEL, FP8_TENSOR, NVFP4, Quantization, Scheme
 
 HOSTILE: tuple[Any, ...] = (
     None, True, 0, -1, 3, 2**64, 10**400, 0.5, float("nan"), "", "x", "\ud800", "a" * 9999, "re:(", "re:" + "(" * 3000,
@@ -66,9 +66,13 @@ DYNAMIC = {
     "dynamic": {"-:.*layers\\.3\\..*": {}, "+:.*\\.11\\..*down.*": {"bits": 8, "group_size": 64},
                 ".*gate.*": {"sym": False}},
 }  # fmt: skip
+ONE_SCALE = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+FOR_CACHE = {"bias": None, "input_tensors": ONE_SCALE, "output_tensors": ONE_SCALE, "weight": ONE_SCALE}
 QUARK = {
-    "quant_method": "quark", "exclude": ["lm_head"], "export": {"pack_method": "reorder"}, "layer_quant_config": {},
-    "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}},
+    "quant_method": "quark", "exclude": ["lm_head", "re:.*layers[.]2[.].*"], "algo_config": None,
+    "export": {"kv_cache_group": ["*k_proj", "*v_proj"], "pack_method": "reorder", "weight_format": "real_quantized"},
+    "global_quant_config": {**FOR_CACHE, "output_tensors": None}, "layer_type_quant_config": {},
+    "layer_quant_config": {"*k_proj": FOR_CACHE, "*v_proj": FOR_CACHE},
 }  # fmt: skip
 MIXED = {
     **tiny.MODELOPT, "quant_algo": "MIXED_PRECISION", "ignore": ["mtp*", "model.language_model.layers.1.*"],
@@ -101,6 +105,14 @@ def test_what_modelopt_says_of_layers_and_of_names_with_stars() -> None:
     assert [all_but.scheme_of(name) for name in names] == [None, None, FP8_TENSOR, FP8_TENSOR]
     beside = {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
     assert [parsed(beside).scheme_of(name) for name in (DOWN, "lm_head")] == [NVFP4, None]
+
+
+def test_what_quark_says_of_layers() -> None:
+    found = parsed(QUARK)
+    names = (Q_PROJ, "model.layers.3.self_attn.k_proj", "model.layers.2.self_attn.k_proj", "lm_head")
+    assert [found.scheme_of(name) for name in names] == [FP8_TENSOR, FP8_TENSOR, None, None]
+    by_row = changed(QUARK, "layer_quant_config", "*k_proj", "weight", "qscheme", to="per_channel")
+    assert [parsed(by_row).scheme_of(name) for name in names] == [FP8_TENSOR, FP8_CHANNEL, None, None]
 
 
 def test_names_of_a_model_for_images_are_those_of_its_language_model() -> None:
@@ -162,7 +174,9 @@ GROUP = ("config_groups", "group_0")
         (tiny.compressed({**tiny.FP4, "group_size": 32}, "nvfp4-pack-quantized"), r"group_size: expected 16, found 32"),
         ({**tiny.MODELOPT, "quant_algo": "W4A16_AWQ"}, r"quant_algo: expected 'FP8' or .*, found 'W4A16_AWQ'"),
         ({**tiny.MODELOPT, "quant_algo": "NVFP4", "group_size": 32}, r"config.group_size: expected 16, found 32"),
-        (changed(QUARK, "layer_quant_config", to={"*q_proj": {}}), r"layer_quant_config: expected none"),
+        (changed(QUARK, "layer_quant_config", "*q_proj", "weight", "dtype", to="int4"),
+         r"layer_quant_config.\*q_proj.weight.dtype: expected 'fp8_e4m3', found 'int4'"),
+        (changed(QUARK, "layer_type_quant_config", to={"Linear": {}}), r"layer_type_quant_config: expected none"),
         (changed(QUARK, "global_quant_config", "weight", "dtype", to="fp4"), r"weight.dtype: expected 'fp8_e4m3'"),
         (changed(COMPRESSED_FP8, *GROUP, "weights", "strategy", to="tensor_group"), r"strategy: expected 'tensor' or"),
         (changed(COMPRESSED_FP8, *GROUP, "weights", "dynamic", to=True), r"weights.dynamic: expected False"),

@@ -176,7 +176,7 @@ _MODELOPT = {"FP8": FP8_TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": FP8_CHANNEL, "NVFP4
 
 def _modelopt(fields: Fields) -> Quantization:
     own = fields.inner("quantization") if fields.has("quantization") else fields  # as hf_quant_config.json has it
-    skipped = [_wild(name, None) for key in ("ignore", "exclude_modules") for name in own.texts(key)]
+    skipped = [_named(own, key, name, None) for key in ("ignore", "exclude_modules") for name in own.texts(key)]
     named = own.inner("quantized_layers")
     rules = [Rule("name", own_name(name), _modelopt_scheme(named.inner(name))) for name, _ in named.items()]
     if not rules or own.get("quant_algo") not in (None, "MIXED_PRECISION"):
@@ -194,15 +194,21 @@ def _modelopt_scheme(fields: Fields) -> Scheme:
 
 
 def _quark(fields: Fields) -> Quantization:
-    for key in ("layer_quant_config", "layer_type_quant_config"):
-        if fields.get(key) not in (None, {}):
-            raise _refusal(fields, key, "none")
-    weight = fields.inner("global_quant_config").inner("weight")
+    if fields.get("layer_type_quant_config") not in (None, {}):
+        raise _refusal(fields, "layer_type_quant_config", "none")
+    rules = [_named(fields, "exclude", name, None) for name in fields.texts("exclude")]
+    key = "layer_quant_config"  # of keys and values, for example, whose output is rounded for the cache
+    named = fields.inner(key)
+    rules += [_named(fields, key, name, _quark_scheme(named.inner(name))) for name, _ in named.items()]
+    return Quantization("quark", (*rules, Rule("any", "", _quark_scheme(fields.inner("global_quant_config")))))
+
+
+def _quark_scheme(fields: Fields) -> Scheme:
+    weight = fields.inner("weight")
     _expect(weight, "dtype", weight.text("dtype", ""), ("fp8_e4m3",))
     strategy = weight.text("qscheme", "per_tensor")
     _expect(weight, "qscheme", strategy, ("per_tensor", "per_channel"))
-    skipped = [_wild(name, None) for name in fields.texts("exclude")]
-    return Quantization("quark", (*skipped, Rule("any", "", FP8_TENSOR if strategy == "per_tensor" else FP8_CHANNEL)))
+    return FP8_TENSOR if strategy == "per_tensor" else FP8_CHANNEL
 
 
 def _bitsandbytes(fields: Fields) -> Quantization:
@@ -314,15 +320,14 @@ def _given(fields: Fields, key: str, old: str) -> str:
 def _skipped(fields: Fields) -> Iterator[Rule]:
     """Yields rules of the modules that stay as they are."""
     for key in ("modules_to_not_convert", "ignored_layers", "modules_to_not_quantize"):
-        for name in fields.texts(key):
-            if name.startswith("re:"):
-                yield Rule("pattern", _pattern(fields, key, name[3:]), None)
-            elif name:
-                yield Rule("part", own_name(name), None)
+        yield from (_named(fields, key, name, None) for name in fields.texts(key) if name)
 
 
-def _wild(name: str, scheme: Scheme | None) -> Rule:
-    """Returns a rule by a name in which a star stands for any characters; else it is of what is below, too."""
+def _named(fields: Fields, key: str, name: str, scheme: Scheme | None) -> Rule:
+    """Returns a rule by a name that may be an expression behind `re:`, or in which a star stands for any characters;
+    else it is of what is below, too."""
+    if name.startswith("re:"):
+        return Rule("pattern", _pattern(fields, key, name[3:]), scheme)
     name = own_name(name)
     if "*" not in name:
         return Rule("part", name, scheme)
