@@ -18,6 +18,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_adapters import write_adapter
 from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM
@@ -111,6 +112,26 @@ class Swappable(NGramDrafter):
 def expected(folder: Path) -> list[Any]:
     with LLM(str(folder), **SETTINGS) as llm:
         return texts(llm)
+
+
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_adapters_of_experts(folder: Path, tmp_path: Path, whole: bool) -> None:
+    """Of which each rank has its own experts', or a share of each."""
+    shapes = {
+        f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}": shape
+        for layer in range(2) for expert in range(6) for name, shape in (("w1", (128, 64)), ("w2", (64, 128)))
+    }  # fmt: skip
+    adapter = write_adapter(tmp_path / "a", folder, targets=("w1", "w2"), shapes=shapes, strength=3.0)
+    kind = {**SETTINGS, "lora_modules": [f"a={adapter}"]}
+    params = [{"max_new_tokens": 20, "temperature": float(i % 2), "sampling_seed": i} for i in range(4)]
+    with LLM(str(folder), **kind, speculative_algorithm="none") as llm:
+        alone, plain = ([one.token_ids for one in llm.generate(PROMPTS, params, adapter=a)] for a in ("a", None))
+    more = {"speculative_algorithm": "NGRAM", "speculative_fixed_shape": True, "enable_expert_parallel": whole}
+    with LLM(str(folder), **kind, **more, tp_size=2) as llm:
+        found = llm.generate(PROMPTS * 2, params * 2, adapter=["a"] * 4 + [None] * 4)
+    assert [one.token_ids for one in found] == alone + plain and sum(
+        a != b for a, b in zip(alone, plain, strict=True)
+    ) > 1
 
 
 @pytest.fixture(scope="module")

@@ -32,18 +32,7 @@ CPU = torch.device("cpu")
 MAKERS = {"dense": (FAMILIES, random_reference), "moe": (moe_models.KINDS, moe_models.reference)}
 MAKERS["hybrid"] = hybrid_models.KINDS, hybrid_models.reference
 # Which transformers has no class of, or one whose modules have other names; and whose indexers need a cache.
-ELSEWHERE = (
-    "hunyuan-v3",
-    "hunyuan-v3-defaults",
-    "ling2",
-    "sarvam",
-    "kimi-linear",
-    "deepseek-v3.2",
-    "glm-5",
-    "ling3",
-    "ling3-plain",
-    "qwen4",
-)
+ELSEWHERE = ("ling2", "sarvam", "kimi-linear", "deepseek-v3.2", "glm-5", "ling3", "ling3-plain", "qwen4")
 CASES = [(kind, name) for kind, (names, _) in MAKERS.items() for name in names if name not in ELSEWHERE]
 QUICK = {"llama3.2-tied", "qwen3.5-every", "phi3", "gemma3", "lfm2-plain", "deepseek-v2", "mixtral", "gpt-oss"}
 # Of layers, what no adapter is served of.

@@ -3,6 +3,7 @@ DeepSeek-V3, and heads that are normed before that."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from draftwing.layers.config import ExpertConfig
@@ -10,6 +11,7 @@ from draftwing.models.families.deepseek import dense_layers, experts
 from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, softmax_experts
 from draftwing.models.fields import WIDEST, Fields, Values
 from draftwing.models.positions import rope_fields
+from draftwing.parallel.cut import Stored
 
 _PER_LAYER = "moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"  # may be lists
 
@@ -63,6 +65,11 @@ def _v3_keys(fields: Fields) -> dict[str, Any]:
     return found | fields.overruled(found).renamed(_V3_NAMES)
 
 
+def _v3_named(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
+    """Shared experts are called otherwise in adapters than in checkpoints."""
+    return [(name.replace(".mlp.shared_experts.", ".mlp.shared_mlp."), value)]
+
+
 _HUNYUAN: dict[str, Any] = {
     "qk_norm": True, "norms_after": True, "eps": 1e-5,
     "layer_names": {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
@@ -83,6 +90,7 @@ FAMILIES = {
         head_dim=128,
         theta=11158840.0,
         keys=_v3_keys,
+        apart=_v3_named,
         experts=experts,
         dense_layers=dense_layers,
         expert_names=ExpertNames("mlp.router.gate", shared="mlp.shared_mlp", correction="mlp.expert_bias"),
