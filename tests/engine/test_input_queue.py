@@ -46,6 +46,21 @@ def test_clients_take_turns_and_what_ended_is_never_taken() -> None:
     inbox.wait()
 
 
+def test_its_length_is_of_one_moment() -> None:
+    """Whoever counts does not meet a queue that is being released."""
+    queue = InputQueue()
+    queue.hold()
+    queue.put(req("a", ""))
+    found: list[int] = []
+    counting = threading.Thread(target=lambda: found.append(len(queue)), daemon=True)
+    with queue._changed:
+        counting.start()
+        counting.join(0.05)
+        assert counting.is_alive()
+    counting.join(10)
+    assert found == [1]
+
+
 def test_a_wake_ends_one_wait() -> None:
     queue = InputQueue()
     queue.wake()

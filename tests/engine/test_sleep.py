@@ -228,6 +228,31 @@ def test_one_that_only_wants_an_end_wakes_nobody(model: Path, device: Any) -> No
         assert len(ask(engine, tokens(20)).tokens) == TOKENS
 
 
+def test_one_that_comes_behind_the_look(model: Path, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look for new requests and the end of a step of an engine that sleeps: the next step wakes it up."""
+    with engine_of(model, device) as engine:
+        first = ask(engine, tokens(50))
+        nap(engine)
+        look = engine._sleep.look
+
+        def late() -> bool:
+            awake = look()
+            if not awake:
+                engine.submit(request("late", tokens(50), len(first.tokens)))
+            return awake
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._sleep, "look", late)
+            assert engine.step() == []
+        assert engine.is_sleeping and not engine.idle()
+        found = list[int]()
+        for _ in range(3 * TOKENS):
+            found += [token for output in engine.step(block=True) for token in output.token_ids]
+            if engine.idle():
+                break
+        assert found == first.tokens and not engine.is_sleeping
+
+
 @pytest.mark.slow
 def test_what_needs_the_device_wakes_it_or_is_refused(model: Path, head: Path, device: Any) -> None:
     drafts = {**DRAFTS["EAGLE3"], "speculative_draft_model_path": str(head)}

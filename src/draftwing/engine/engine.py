@@ -543,11 +543,12 @@ class Engine:
             self._wait()
         with self._turning, self._heartbeat.step():
             if not self._sleep.look():
-                self._receive()  # what is to end
+                self._receive_ended()  # and nothing new: who has come since `look` is for the next one
                 return self._outputs()
             if (slack := self._loop.slack) > 0:
                 self._input.wait(slack)  # who comes meanwhile can be in the next step
-            self._receive()
+            self._receive_ended()
+            self._receive_new()
             self._swap()
             if self._saved is not None:
                 self._saved.bring_some()
@@ -694,10 +695,8 @@ class Engine:
             self._saved.bring_back(req)
         self.parts.sched.submit(req)
 
-    def _receive(self) -> None:
-        """What could run at once is taken at once, of all else a part."""
-        sched = self.parts.sched
-        adapters = self._adapters
+    def _receive_ended(self) -> None:
+        sched, adapters = self.parts.sched, self._adapters
         for one in self._input.take_ended(ENDED):
             if not isinstance(one, Req) and adapters is not None:
                 one = adapters.drop(one) or one
@@ -705,6 +704,10 @@ class Engine:
                 sched.refuse(one)
             else:
                 sched.abort(one)
+
+    def _receive_new(self) -> None:
+        """What could run at once is taken at once, of all else a part."""
+        sched, adapters = self.parts.sched, self._adapters
         new = self._input.take_new(max(sched.config.max_rows - len(sched.waiting), RECEIVED))
         if new:
             self._stop_check()

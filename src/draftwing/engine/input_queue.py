@@ -90,7 +90,8 @@ class InputQueue:
 
     def __len__(self) -> int:
         """Returns all of them."""
-        return len(self._new) + (0 if self._held is None else len(self._held))
+        with self._changed:  # else `release` could come in between
+            return len(self._new) + (0 if self._held is None else len(self._held))
 
     def take_new(self, count: int) -> list[Req]:
         with self._changed:
