@@ -26,8 +26,9 @@ from tiny_encoder import BERT, write_encoder
 
 from draftwing import LLM, SamplingParams
 from draftwing.engine import sleep
-from draftwing.engine.devices.put_away import storages_of
+from draftwing.engine.devices.put_away import put_storages_away, storages_of
 from draftwing.engine.engine import Engine
+from draftwing.engine.executor import Executor
 from draftwing.engine.sleep import tensors_of
 from draftwing.errors import ConfigError, GenerationError, RequestError
 from draftwing.images.processing import Tile
@@ -295,6 +296,53 @@ def test_no_room(model: Path, device: Any, monkeypatch: pytest.MonkeyPatch) -> N
         assert refused.finish_reason["message"] == "the engine cannot wake up: others have taken its memory: no room"
         monkeypatch.setattr(MovingCpu, "room", True)
         assert ask(engine, tokens(100)).tokens == first.tokens
+
+
+def test_no_room_for_graphs(model: Path, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose weights have room, and whose graphs have none, goes on to sleep, too."""
+    if device != MovingCpu:
+        pytest.skip("a CPU captures no graphs")
+    with engine_of(model, device) as engine:
+        first, capture = ask(engine, tokens(100)), Executor._capture
+        assert engine.parts.executor.captured > 0
+        nap(engine)
+        count = held(engine)
+
+        def full(executor: Executor, key: Any) -> None:
+            capture(executor, key)
+            raise MovingCpu.out_of_memory("no room for graphs")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Executor, "_capture", full)
+            with pytest.raises(GenerationError, match="others have taken its memory: no room for graphs"):
+                until(engine, engine.wake_up)
+            engine.submit(request("a", tokens(100)))
+            (refused,) = engine.step()
+            assert refused.finish_reason is not None and "no room for graphs" in refused.finish_reason["message"]
+        assert engine.is_sleeping and held(engine) == count and not engine.parts.executor.captured
+        assert ask(engine, tokens(100)).tokens == first.tokens and engine.parts.executor.captured > 0
+
+
+def test_what_was_had_again_is_given_back_where_the_rest_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To others, too: torch keeps none of it."""
+    device, resize, log = MovingCpu(), torch.UntypedStorage.resize_, list[int]()
+    monkeypatch.setattr(MovingCpu, "trim", lambda device: log.append(-1))
+    one, two = torch.arange(10), torch.arange(20)
+    away = put_storages_away(device, [one], [two])
+
+    def full(storage: torch.UntypedStorage, size: int) -> Any:
+        log.append(size)
+        if size == two.nbytes:
+            raise MovingCpu.out_of_memory("no room")
+        return resize(storage, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", full)
+        with pytest.raises(RuntimeError, match="no room"):
+            away.back()
+    assert log == [-1, one.nbytes, two.nbytes, 0, 0, -1]
+    away.back()
+    assert torch.equal(one, torch.arange(10)) and not two.any()
 
 
 def _none_left(device: Any, size: int) -> Any:

@@ -117,20 +117,24 @@ class Sleep:
         log.info("asleep: %.2f GB were given back in %.2f s", executor.away.freed / 1e9, time.monotonic() - started)
 
     def wake_up(self) -> None:
-        """Has memory again, where the engine sleeps. Raises GenerationError where there is no room: then it goes on to
-        sleep."""
+        """Has memory again, where the engine sleeps. Raises GenerationError where there is no room, for graphs neither:
+        then it goes on to sleep."""
         if not self.asleep:
             return
-        executor, started = self._parts.executor, time.monotonic()
+        executor, started, lacks = self._parts.executor, time.monotonic(), None
         with self._loading:
             try:
                 executor.run_on_all_ranks(put_back)
+                self._capture()
             except executor.device.out_of_memory as error:
                 if executor.model.ranks.size > 1:
                     raise
-                raise GenerationError(f"others have taken its memory: {str(error).partition(chr(10))[0]}") from None
+                lacks = str(error).partition("\n")[0]
+            if lacks is not None:  # and the error is gone, whose frames had what graphs were captured with
+                if executor.away is None:
+                    put_away(executor)
+                raise GenerationError(f"others have taken its memory: {lacks}")
             self.asleep = False
-            self._capture()
         log.info("awake after %.2f s", time.monotonic() - started)
 
     def _capture(self) -> None:

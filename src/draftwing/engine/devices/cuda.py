@@ -182,7 +182,6 @@ class CudaDevice(Device):
 
     def put_away(self, kept: Sequence[Tensor], emptied: Sequence[Tensor]) -> PutAway:
         done = put_storages_away(self, _here(kept), _here(emptied))
-        self.trim()
 
         def back() -> None:
             done.back()

@@ -32,6 +32,7 @@ class Copies(Protocol):
     def host_memory(self, size: int) -> Tensor: ...
     def copy_out(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], bool]: ...
     def synchronize(self) -> None: ...
+    def trim(self) -> None: ...
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
@@ -62,6 +63,7 @@ def put_storages_away(device: Copies, kept: Sequence[Tensor], emptied: Sequence[
     device.synchronize()
     for place in places:
         place.storage.resize_(0)
+    device.trim()
 
     def back() -> None:
         try:
@@ -70,6 +72,7 @@ def put_storages_away(device: Copies, kept: Sequence[Tensor], emptied: Sequence[
         except device.out_of_memory:
             for storage, _, _ in places:
                 storage.resize_(0)
+            device.trim()  # else torch would keep for itself what it has got so far
             raise
         for storage, _, parts in places:
             into = _bytes(storage)
