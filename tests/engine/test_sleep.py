@@ -118,9 +118,9 @@ DRAFTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("drafts", "temperature"),
     [
-        pytest.param("none", 0.0, marks=pytest.mark.slow),
+        pytest.param("none", 0.0, marks=pytest.mark.exhaustive),
         ("NGRAM", 0.8),
-        pytest.param("EAGLE3", 0.8, marks=pytest.mark.slow),
+        pytest.param("EAGLE3", 0.8, marks=pytest.mark.exhaustive),
         pytest.param("NEXTN", 0.0, marks=pytest.mark.slow),
     ],
 )
