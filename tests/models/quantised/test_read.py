@@ -177,14 +177,25 @@ def test_messages(name: str, suffix: str, change: Any, message: str) -> None:
 def test_what_the_config_does_not_ask_for_is_refused() -> None:
     _, write = tiny.FORMATS["fp8 block"]
     written = write(matrix(16, 64)).tensors
-    with pytest.raises(CheckpointError, match=r"weight_scale_inv: expected only weight, weight_scale there"):
+    with pytest.raises(CheckpointError, match=r"weight_scale: expected shape \[1, 1\] in floating point, found \[1, 2\]"):
         read(tiny.FORMATS["fp8 tensor"][0], written)
+    with pytest.raises(CheckpointError, match=r"weight_scale_2: expected only weight, weight_scale there"):
+        read(tiny.FORMATS["fp8 tensor"][0], {"weight_scale_2": torch.ones(1), **written})
     with pytest.raises(
         CheckpointError, match=r"expected a matrix that is not quantised, as quantization_config has it"
     ):
         read({**tiny.FORMATS["fp8 block"][0], "modules_to_not_convert": ["down_proj"]}, written)
     with pytest.raises(CheckpointError, match="twice"):
         list(assembled(settings(tiny.FORMATS["fp8 block"][0]), [(f"{MODULE}.weight", written["weight"])] * 2))
+
+
+@pytest.mark.parametrize("given", ["weight_scale", "weight_scale_inv"])
+def test_scales_of_whole_matrices_have_two_names(given: str) -> None:
+    """As Ministral 3 in fp8 has them, by transformers, and as others write them."""
+    config = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    tensors, exact = tiny.float8(0, 0, given)(matrix(16, 64))
+    found = read(config, {**tensors, given: tensors[given].reshape(()), "activation_scale": torch.tensor(0.5)})
+    torch.testing.assert_close(found.dense(torch.float32), torch.from_numpy(exact).float())
 
 
 def test_what_is_not_quantised_passes_and_scales_of_activations_are_left_out() -> None:
