@@ -177,7 +177,7 @@ def test_messages(name: str, suffix: str, change: Any, message: str) -> None:
 def test_what_the_config_does_not_ask_for_is_refused() -> None:
     _, write = tiny.FORMATS["fp8 block"]
     written = write(matrix(16, 64)).tensors
-    with pytest.raises(CheckpointError, match=r"weight_scale: expected shape \[1, 1\] in floating point, found \[1, 2\]"):
+    with pytest.raises(CheckpointError, match=r"weight_scale: expected shape .* found \[1, 2\]"):
         read(tiny.FORMATS["fp8 tensor"][0], written)
     with pytest.raises(CheckpointError, match=r"weight_scale_2: expected only weight, weight_scale there"):
         read(tiny.FORMATS["fp8 tensor"][0], {"weight_scale_2": torch.ones(1), **written})
