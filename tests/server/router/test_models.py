@@ -69,6 +69,9 @@ class FakeServer:
             self.machine.log.append(f"-{self.name}")
 
     async def sleep(self) -> None:
+        await asyncio.shield(self._sleep())  # what was sent is done, whoever leaves
+
+    async def _sleep(self) -> None:
         assert not self.users, "it loses a request"
         await asyncio.sleep(self.machine.seconds)
         self.check("sleep")
@@ -306,6 +309,31 @@ async def test_sleep_by_hand() -> None:
     await models.sleep(a)
     await models.refresh()
     assert a.size == GB // 2
+    await models.close()
+
+
+async def test_who_leaves_while_a_model_falls_asleep() -> None:
+    """It sleeps all the same, is known to, and counts with what it takes then; nobody's request comes in between."""
+    machine = Machine(0.02)
+    machine.pool, machine.taken = GB, GB
+    models = machine.models({"a": 3}, budget=9 * GB)
+    a = models.find("a")
+    await ask(models, "a")
+    await models.refresh()
+    needs = a.needs
+    leaving, staying = (asyncio.create_task(models.sleep(a)) for _ in range(2))
+    await asyncio.sleep(0.005)
+    leaving.cancel()
+    await asyncio.sleep(0)
+    assert a.state == "unloading" and await staying and a.state == "sleeping" and machine.log == ["+a", "za"]
+    machine.taken = GB // 10
+    await models.refresh()
+    assert a.needs == needs and a.size == GB // 10
+    assert await ask(models, "a") == "a" and machine.log == ["+a", "za", "!a"]
+    alone = asyncio.create_task(models.sleep(a))
+    await asyncio.sleep(0.005)
+    alone.cancel()
+    assert await ask(models, "a") == "a" and machine.log[3:] == ["za", "!a"]
     await models.close()
 
 

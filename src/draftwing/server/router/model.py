@@ -14,18 +14,19 @@ from draftwing.server.router.process import ModelServer
 class Model:
     """One of them, and what it does.
 
-    in_flight: requests that its server has.  closing: it is stopped when it has none, resting: it sleeps then; further
-    ones wait.  asleep: it has its server, and gave its memory back.  removed: its files are being deleted.  used: when
-    the newest request began or ended, seconds of `time.monotonic`.  since: when it was loaded, seconds of `time.time`.
-    failure: why its last start failed, or how its process ended.
+    in_flight: requests that its server has.  closing: it is stopped when it has none.  resting: has it sleep then.
+    Further ones wait for either.  asleep: it has its server, and gave its memory back.  removed: its files are being
+    deleted.  used: when the newest request began or ended, seconds of `time.monotonic`.  since: when it was loaded,
+    seconds of `time.time`.  failure: why its last start failed, or how its process ended.
     """
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served
         self.server: ModelServer | None = None
         self.starting: asyncio.Task[None] | None = None
+        self.resting: asyncio.Task[None] | None = None
         self.waiting: list[asyncio.Future[None]] = []  # for the next start, or the one that goes on
-        self.ready = self.closing = self.resting = self.asleep = self.removed = False
+        self.ready = self.closing = self.asleep = self.removed = False
         self.in_flight = 0
         self.used, self.since = -math.inf, 0.0
         self.keep_alive = served.keep_alive

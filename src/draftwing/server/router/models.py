@@ -127,10 +127,14 @@ class Models:
     async def sleep(self, model: Model) -> bool:
         """Has a model give its memory back when it has answered what it was asked; whether it sleeps then. Raises
         GenerationError where the host has no room for what it has on a GPU, or EngineDead."""
-        server = model.server
-        if server is None or model.closing or model.asleep:
+        if model.server is None or model.closing or model.asleep:
             return model.asleep
-        model.resting = True
+        if model.resting is None:
+            model.resting = asyncio.create_task(self._rest(model, model.server))
+        await asyncio.shield(model.resting)  # who leaves cannot take back what the engine was told
+        return model.asleep
+
+    async def _rest(self, model: Model, server: ModelServer) -> None:
         try:
             while model.busy and model.server is server:
                 await self._change()
@@ -138,12 +142,12 @@ class Models:
                 await server.sleep()
                 model.asleep = model.server is server
         finally:
-            model.resting = False
-            self._expire(model)
-            self._changed()
+            if model.server is server:
+                model.resting = None
+                self._expire(model)
+                self._changed()
         if model.asleep:
             logger.info("model %s sleeps", model.served.name)
-        return model.asleep
 
     async def wake_up(self, model: Model) -> bool:
         """Wakes a model up; whether it slept. Raises DraftwingError where it is not awake then."""
@@ -313,7 +317,8 @@ class Models:
 
     def _clear(self, model: Model) -> None:
         model.server = None
-        model.ready = model.closing = model.resting = model.asleep = False
+        model.ready = model.closing = model.asleep = False
+        model.resting = None
         if model.timer is not None:
             model.timer.cancel()
             model.timer = None
