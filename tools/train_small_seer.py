@@ -1,12 +1,12 @@
 """A small model of Qwen3-VL's kind that sees: shapes, digits and their colours in pictures that are drawn here.
 
-    python tools/train_small_seer.py OUT [--steps 3000] [--batch 16]
+    python tools/train_small_seer.py OUT [--tower-steps 2000] [--steps 1000] [--batch 8]
     draftwing chat OUT --image OUT/examples/0.png
 
 Asked "What is in the picture?" it says "A red circle on white.", also of the second of two, in a later turn, and says
-so where there is none. The defaults take about fifteen minutes on a core and teach colours: in 150 pictures that it had
-never seen those of 149 things and 150 grounds were right. Shapes and digits were at chance by then; they need longer.
-The end shows how often the engine's answers are right: with their pictures, with another's, and with drafts. Needs
+so where there is none. The tower learns first, from labels and from where things are, and stays as it is while the
+decoder learns to answer. Colours come within minutes, shapes and digits need most of the steps: what was tried is in
+docs/dev/training.md. The end shows how often the engine's answers are right: with their pictures, with another's, and with drafts. Needs
 transformers.
 """
 
@@ -17,10 +17,11 @@ import json
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -38,7 +39,7 @@ COLOURS = {
 }  # fmt: skip
 SHAPES = "circle", "square", "triangle", "star", "ring", "cross"
 THINGS = (*SHAPES, *map(str, range(10)))
-SIZES = (64, 64), (64, 64), (96, 64), (64, 96)
+SIZES = (128, 128), (128, 128), (192, 128), (128, 192)  # halved by the processor, as any larger ones are made as small
 END, PAD, IMAGE, VIDEO, BEFORE, AFTER, START, STOP = (
     "<|endoftext|>", "<|pad|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>",
     "<|im_end|>",
@@ -49,8 +50,10 @@ TEMPLATE = (
     "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-BLOCK = 32  # pixels of a token's side
-PIXELS = {"shortest_edge": 4 * BLOCK**2, "longest_edge": 64 * BLOCK**2}
+BLOCK = 16  # pixels of a token's side
+MASK = 8  # parts of its side of which is told whether a thing is there
+PLAIN = 0.3  # of the tower's steps: less and less is black on white, without which it finds colours and no shapes
+PIXELS = {"shortest_edge": 16 * BLOCK**2, "longest_edge": 24 * BLOCK**2}
 
 
 class Scene(NamedTuple):
@@ -85,7 +88,7 @@ def drawn(scene: Scene, draw: random.Random) -> Image.Image:
     width, height = draw.choice(SIZES)
     picture = Image.new("RGB", (width, height), shade(draw, scene.ground))
     pen, fill, ground = ImageDraw.Draw(picture), shade(draw, scene.colour), picture.getpixel((0, 0))
-    size = draw.randint(36, min(width, height) - 8)
+    size = draw.randint(84, min(width, height) - 8)
     left, top = draw.randint(2, width - size - 2), draw.randint(2, height - size - 2)
     box = (left, top, left + size, top + size)
 
@@ -180,6 +183,7 @@ def model_of(tokenizer: PreTrainedTokenizerFast, hidden: int) -> Qwen3VLForCondi
         "patch_size": BLOCK // 2, "spatial_merge_size": 2, "out_hidden_size": hidden, "num_position_embeddings": 64,
         "deepstack_visual_indexes": [1, 2],
     }  # fmt: skip
+    text["initializer_range"] = vision["initializer_range"] = hidden**-0.5  # the usual 0.02 is for much wider ones
     return Qwen3VLForConditionalGeneration(
         Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
     )
@@ -193,9 +197,12 @@ class Reader:
         self.processor = Qwen2VLImageProcessorPil(size=PIXELS, patch_size=BLOCK // 2, merge_size=2)
         self._ids = {name: tokenizer.convert_tokens_to_ids(name) for name in (IMAGE, START, STOP)}
 
+    def pixels_of(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
+        return dict(self.processor(images=list(pictures), return_tensors="pt"))
+
     def batch_of(self, talks: Sequence[Talk]) -> dict[str, Tensor]:
         pictures = [picture for talk in talks for picture in talk.pictures]
-        made = dict(self.processor(images=pictures, return_tensors="pt")) if pictures else {}
+        made = self.pixels_of(pictures) if pictures else {}
         counts = iter((made["image_grid_thw"].prod(-1) // 4).tolist() if pictures else ())
         rows, wanted = [], []
         for talk in talks:
@@ -221,26 +228,95 @@ class Reader:
         }
 
 
+class Labels(nn.Module):
+    """What pictures show, of the means of their rows of features: things, their colours, and those behind. And where
+    the things are, of each row that the middle of the tower gives."""
+
+    def __init__(self, width: int, deep: int) -> None:
+        super().__init__()
+        self.read = nn.Linear((1 + deep) * width, len(THINGS) + 2 * len(COLOURS))
+        self.trace = nn.Linear(width, MASK**2)
+
+    def forward(self, features: Any, counts: list[int]) -> tuple[tuple[Tensor, ...], Tensor]:
+        rows = torch.cat((features.pooler_output, *features.deepstack_features), -1)
+        means = torch.stack([part.mean(0) for part in rows.split(counts)])
+        told = self.read(means).split((len(THINGS), len(COLOURS), len(COLOURS)), -1)
+        return told, self.trace(features.deepstack_features[0])
+
+
+def mask_of(scene: Scene, draw: random.Random, grid: tuple[int, int]) -> Tensor:
+    """Returns where a thing is that `drawn` draws, [rows * columns of tokens, MASK * MASK], 0 .. 1."""
+    rows, columns = grid
+    black = drawn(scene._replace(colour="white", ground="black"), draw).convert("L")
+    small = torch.from_numpy(np.array(black.resize((columns * MASK, rows * MASK)))) / 255
+    return small.view(rows, MASK, columns, MASK).transpose(1, 2).reshape(rows * columns, -1)
+
+
+def train_tower(net: Qwen3VLForConditionalGeneration, reader: Reader, args: argparse.Namespace) -> None:
+    """Teaches the tower what pictures show, and leaves it as it is then: a decoder that learns beside it teaches it
+    colours alone."""
+    draw, device, tower = random.Random(args.seed), torch.device(args.device), net.model.visual
+    deep = len(tower.config.deepstack_visual_indexes)
+    labels, colours = Labels(tower.config.out_hidden_size, deep).to(device), sorted(COLOURS)
+
+    def loss_of(done: float) -> tuple[Tensor, str]:
+        scenes = [scene_of(draw) for _ in range(4 * args.batch)]
+        plain = max(1 - done / PLAIN, 0.0)
+        scenes = [one._replace(colour="black", ground="white") if draw.random() < plain else one for one in scenes]
+        again = [random.Random(draw.random()) for _ in scenes]
+        states = [one.getstate() for one in again]
+        made = reader.pixels_of([drawn(scene, one) for scene, one in zip(scenes, again, strict=True)])
+        grids, masks = (made["image_grid_thw"][:, 1:] // 2).tolist(), list[Tensor]()
+        for scene, one, state, grid in zip(scenes, again, states, grids, strict=True):
+            one.setstate(state)
+            masks.append(mask_of(scene, one, grid))
+        counts = [rows * columns for rows, columns in grids]
+        found = tower(made["pixel_values"].to(device), grid_thw=made["image_grid_thw"].to(device), return_dict=True)
+        told, traced = labels(found, counts)
+        ids = [(THINGS.index(one.thing), colours.index(one.colour), colours.index(one.ground)) for one in scenes]
+        wanted = torch.tensor(ids, device=device).t()
+        losses = [nn.functional.cross_entropy(one, ids) for one, ids in zip(told, wanted, strict=True)]
+        losses.append(4 * nn.functional.binary_cross_entropy_with_logits(traced, torch.cat(masks).to(device)))
+        right = [int((one.argmax(-1) == ids).sum()) for one, ids in zip(told, wanted, strict=True)]
+        return torch.stack(
+            losses
+        ).sum(), f"of {len(scenes)} things, colours and grounds {right} are right, trace {losses[-1].item() / 4:.3f}"
+
+    _fit("tower", [*tower.parameters(), *labels.parameters()], args.tower_steps, args.rate, loss_of)
+    tower.requires_grad_(False)
+
+
 def train(net: Qwen3VLForConditionalGeneration, reader: Reader, args: argparse.Namespace) -> None:
+    """Teaches the decoder to answer."""
     draw, device = random.Random(args.seed), torch.device(args.device)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=args.rate, betas=(0.9, 0.98), weight_decay=0.02)
-    warm = max(args.steps // 25, 1)
+
+    def loss_of(done: float) -> tuple[Tensor, str]:
+        batch = reader.batch_of([talk_of(draw) for _ in range(args.batch)])
+        loss: Tensor = net(**{name: value.to(device) for name, value in batch.items()}).loss
+        return loss, ""
+
+    _fit("decoder", [one for one in net.parameters() if one.requires_grad], args.steps, args.rate, loss_of)
+
+
+def _fit(
+    name: str, params: list[nn.Parameter], steps: int, rate: float, loss_of: Callable[[float], tuple[Tensor, str]]
+) -> None:
+    optimizer = torch.optim.AdamW(params, lr=rate, betas=(0.9, 0.98), weight_decay=0.02)
+    warm = max(steps // 25, 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / warm, 0.02 + 0.98 * (1 + math.cos(math.pi * step / args.steps)) / 2),
+        optimizer, lambda step: min((step + 1) / warm, 0.02 + 0.98 * (1 + math.cos(math.pi * step / steps)) / 2)
     )
     began = time.perf_counter()
-    for step in range(args.steps):
-        batch = reader.batch_of([talk_of(draw) for _ in range(args.batch)])
-        loss = net(**{name: value.to(device) for name, value in batch.items()}).loss
+    for step in range(steps):
+        loss, more = loss_of(step / steps)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         schedule.step()
-        if step % 50 == 49 or step + 1 == args.steps:
+        if step % 50 == 49 or step + 1 == steps:
             took = time.perf_counter() - began
-            print(f"step {step + 1} of {args.steps}, {took:.0f} s, loss {loss.item():.4f}", flush=True)
+            print(f"{name}: step {step + 1} of {steps}, {took:.0f} s, loss {loss.item():.4f} {more}", flush=True)
 
 
 def save(net: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, reader: Reader, out: Path) -> None:
@@ -301,10 +377,11 @@ def _with_pictures(messages: list[dict[str, Any]], pictures: Sequence[Image.Imag
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch", type=int, default=16, help="conversations of two turns")
-    parser.add_argument("--hidden", type=int, default=96, help="a multiple of 32")
-    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--tower-steps", type=int, default=2000, help="with --batch times four pictures each")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=8, help="conversations of two turns")
+    parser.add_argument("--hidden", type=int, default=64, help="a multiple of 32")
+    parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", type=int, default=200, help="conversations at the end")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -314,6 +391,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     reader, net = Reader(tokenizer), model_of(tokenizer, args.hidden).to(args.device)
     size = sum(param.numel() for param in net.parameters())
     print(f"{size / 1e6:.1f}M parameters on {args.device}, {len(tokenizer)} tokens", flush=True)
+    train_tower(net, reader, args)
     train(net, reader, args)
     save(net, tokenizer, reader, args.out)
     check(args.out, args.device, args.check)
