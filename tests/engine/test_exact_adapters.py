@@ -220,9 +220,14 @@ def random_engine(harness, seed):
     for _ in range(draw.randint(1, len(prompts))):
         submit(todo.pop())
     rig.run(found, between=between)
-    while todo:
-        submit(todo.pop())
+    while todo or len(swapped.own) or not rig.loop.idle:
+        if todo:
+            submit(todo.pop())
         rig.run(found, between=between)
+        for out in rig.sched.take_outputs():  # of who was aborted last, whose slot others wait for
+            found.tokens.setdefault(out.uid, []).extend(out.token_ids)
+            found.final[out.uid] = out
+        swapped.turn(found)
     for name, text in alone.items():
         got = found.tokens.get(name, [])
         assert got == text or (name in aborted and got == text[: len(got)]), (seed, name)
