@@ -6,8 +6,8 @@
 Asked "What is in the picture?" it says "A red circle on white.", also of the second of two, in a later turn, and says
 so where there is none. The tower learns first, from labels and from where things are, and stays as it is while the
 decoder learns to answer. Colours come within minutes, shapes and digits need most of the steps: what was tried is in
-docs/dev/training.md. The end shows how often the engine's answers are right: with their pictures, with another's, and with drafts. Needs
-transformers.
+docs/dev/training.md. The end shows how often the engine's answers are right: with their pictures, with another's, and
+with drafts. Needs transformers.
 """
 
 from __future__ import annotations
