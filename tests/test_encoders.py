@@ -123,7 +123,9 @@ def test_lengths(tmp_path: Path) -> None:
         np.testing.assert_allclose(llm.embed(full)[0], unit(theirs(folder, full).mean(0)), atol=1e-4)
         with pytest.raises(RequestError, match="expected at most 40 tokens, found 52"):
             llm.embed(long)
-        assert np.array_equal(llm.embed(long, truncate=True), llm.embed(full))
+        assert np.array_equal(llm.embed(long, truncate=True), expected := llm.embed(full))
+    with LLM(str(folder), **SMALL, max_running_requests=1) as llm:
+        assert np.array_equal(llm.embed([full, "a", full])[::2], [*expected, *expected]), "its pool takes a whole text"
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 12, "do_lower_case": False}))
     with LLM(str(folder), **SMALL) as llm, pytest.raises(RequestError, match="expected at most 12 tokens, found 52"):
         llm.embed(long)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftwing.config.drafters import TOKEN_MAP, shipped_head
 from draftwing.config.options import Options
-from draftwing.config.trees import PREDICTED, TreeShape
+from draftwing.config.trees import PLAIN, PREDICTED, TreeShape
 from draftwing.engine.devices.base import Device
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.startup.adapters import adapted_kinds
@@ -298,7 +298,8 @@ def make_drafter(
     """Returns the drafter and shape policy that options `for_engine` ask for; path: of the draft model, or of the
     target where it drafts for itself."""
     if not options.drafts:
-        return None, FixedShape(PREDICTED)  # without a predicted output every step is plain
+        # Without a predicted output every step is plain.
+        return None, FixedShape(PREDICTED if target.encoder is None else PLAIN)
     shape, rows = options.speculative_shape, options.max_running_requests
     assert rows is not None, "for_engine gives it a value"
 
