@@ -71,6 +71,10 @@ def test_the_context_ends_where_dual_chunk_attention_differs() -> None:
     own = {**QWEN25_7B, "max_position_embeddings": 1010000}
     found = from_hf({**own, "dual_chunk_attention_config": {**chunks, "sparse_attention_enabled": True}})
     assert found == replace(from_hf(own), max_positions=253952)
+    trained = from_hf({**own, "dual_chunk_attention_config": {**chunks, "original_max_position_embeddings": 32768}})
+    assert trained.max_positions == 32768  # scores of longer texts are scaled
+    chunks["original_max_position_embeddings"] = 0
+    assert from_hf({**own, "dual_chunk_attention_config": chunks}).max_positions == 253952
     with pytest.raises(
         CheckpointError, match=r"dual_chunk_attention_config\.local_size: expected an integer from 0 to 9"
     ):

@@ -204,7 +204,8 @@ def context(rope: RopeConfig, max_positions: int) -> int:
 
 def first_chunk(fields: Fields) -> int:
     """Returns how many tokens dual chunk attention sees as any other does, where a config has it, and else any number:
-    it cuts longer texts into chunks so long, and changes positions between them."""
+    it cuts longer texts into chunks so long, and changes positions between them; and scales scores of texts that are
+    longer than what a model was trained for."""
     key = "dual_chunk_attention_config"
     chunks = fields.inner(key)
     if fields.get(key) is None:
@@ -212,4 +213,5 @@ def first_chunk(fields: Fields) -> int:
     for name, _ in chunks.items():  # the others are of sparse attention to longer texts
         chunks.get(name)
     size = chunks.whole("chunk_size", high=LARGEST)
-    return size - chunks.whole("local_size", 0, size - 1)
+    alike = size - chunks.whole("local_size", 0, size - 1)
+    return min(alike, chunks.whole("original_max_position_embeddings", 0, LARGEST, 0) or alike)
