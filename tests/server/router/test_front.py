@@ -203,6 +203,9 @@ async def test_sleep_by_hand() -> None:
         assert (await says("GET", "/metrics?model=a", 201))["name"] == "a" and server.asleep
         await says("POST", "/v1/any", 201, user, json={"model": "a"})
         assert not server.asleep
+        await says("POST", "/sleep?model=a")
+        await says("GET", "/flush_cache?model=a", 201)  # as scripts for SGLang ask
+        assert not server.asleep, "its engine woke up, which has to have its memory before"
         await says("POST", "/sleep", json={"model": "a"})
         assert server.asleep and await says("GET", "/is_sleeping") == {"is_sleeping": False}, "that is of the default"
         await says("POST", "/wake_up?model=a")

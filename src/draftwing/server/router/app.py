@@ -41,7 +41,7 @@ from draftwing.server.ui.routes import add_page
 from draftwing.version import __version__
 
 _METHODS = ["DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"]
-_WATCHED = ("/metrics", "/ui/engine")
+_WATCHED, _FLUSH = ("/metrics", "/ui/engine"), "/flush_cache"
 USUAL_ROWS = 64  # requests that an engine runs at once, where no option says
 # By which Ollama's clients load and unload models: without one of these nothing is generated.
 _PROMPTS = {"/api/chat": ("messages", chat_content), "/api/generate": ("prompt", text_content)}
@@ -306,9 +306,10 @@ def _add_rest(app: FastAPI, models: Models, default: str | None, overview: Overv
             if overview is not None and request.url.path == "/ui/info" and "model" not in request.query_params:
                 return json_response(encode(await overview.facts()))
             model = named(request.query_params)
-            if model.asleep and model.server is not None:  # nor wakes it up
+            flushes = request.url.path == _FLUSH  # by GET, too; that takes an engine which is awake
+            if model.asleep and model.server is not None and not flushes:  # nor wakes it up
                 return Forwarded(model.server, AsyncExitStack(), b"")
-            if not model.takes_requests:  # to look at something loads nothing
+            if not model.takes_requests and not (model.asleep and flushes):  # to look at something loads nothing
                 raise RequestError(f"the model {model.served.name!r} is not loaded; POST /models/load does", "model")
             if request.url.path in _WATCHED and model.server is not None:  # who only watches keeps no model
                 return Forwarded(model.server, AsyncExitStack(), b"")
