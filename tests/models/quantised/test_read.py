@@ -228,6 +228,7 @@ def test_names_of_writers() -> None:
         at.format(1) + "kv_scale": scale(2.0), at.format(2) + "k_proj.k_scale": scale(3.0),
         at.format(2) + "v_proj.v_scale": scale(4.0), at.format(3) + "k_proj.output_scale": scale(5.0),
         at.format(3) + "v_proj.output_scale": scale(6.0), at.format(5) + "attn.v_scale": scale(7.0),
+        "model.layers.6.mixer.k_proj.k_scale": scale(8.0), at.format(6) + "qkv_proj.v_scale": scale(9.0),
     }  # fmt: skip
     others = {
         at.format(0) + "q_proj.output_scale": scale(9.0), at.format(0) + "k_proj.weight": scale(9.0),
@@ -236,7 +237,8 @@ def test_names_of_writers() -> None:
     assert not scales
     assert dict(scales.taken({**tensors, **others}.items())) == others
     assert scales
-    assert scales.of(range(6)) == [(0.5, 0.25), (2.0, 2.0), (3.0, 4.0), (5.0, 6.0), (1.0, 1.0), (1.0, 7.0)]
+    found = [(0.5, 0.25), (2.0, 2.0), (3.0, 4.0), (5.0, 6.0), (1.0, 1.0), (1.0, 7.0), (8.0, 9.0)]
+    assert scales.of(range(7)) == found
     assert KVScales().of(range(2)) == [(1.0, 1.0)] * 2
 
 

@@ -341,9 +341,10 @@ def _name(dtype: torch.dtype) -> str:
 # ---- the KV pool -----------------------------------------------------------------------------------------------------
 
 Value = TypeVar("Value")
-# Writers put them next to the attention or next to its projections; one alone is of both.
+# Writers put them next to the attention, a mixer of Nemotron, or next to its projections; one alone is of both.
 _NAME = re.compile(
-    r"model\.layers\.(\d+)\.self_attn\.(?:(k|v|kv)_scale|attn\.(k|v)_scale|(k|v)_proj\.(?:\4_scale|output_scale))"
+    r"model\.layers\.(\d+)\.(?:self_attn|mixer)\."
+    r"(?:(k|v|kv)_scale|(?:attn|qkv_proj)\.(k|v)_scale|(k|v)_proj\.(?:\4_scale|output_scale))"
 )
 
 
