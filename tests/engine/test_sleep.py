@@ -293,7 +293,8 @@ def test_no_room(model: Path, device: Any, monkeypatch: pytest.MonkeyPatch) -> N
         engine.submit(request("a", tokens(100)))
         (refused,) = engine.step()
         assert refused.uid == "a" and refused.finish_reason is not None and engine.is_sleeping and engine.idle()
-        assert refused.finish_reason["message"] == "the engine cannot wake up: others have taken its memory: no room"
+        message = "the engine cannot wake up: others have taken its memory: no room"
+        assert refused.finish_reason == {"type": "abort", "message": message, "status_code": 500}, "an error of HTTP"
         monkeypatch.setattr(MovingCpu, "room", True)
         assert ask(engine, tokens(100)).tokens == first.tokens
 

@@ -88,7 +88,7 @@ class Sleep:
                 self.wake_up()
             except GenerationError as error:
                 for req in self._input.take_new(self._input.new):
-                    self._parts.sched.refuse(req, f"the engine cannot wake up: {error}")
+                    self._parts.sched.refuse(req, f"the engine cannot wake up: {error}", 500)
         return not self.asleep
 
     def _fall_asleep(self) -> None:

@@ -120,9 +120,9 @@ class Scheduler:
         if req is not None:
             self._finish(req, {"type": "abort", "message": message})
 
-    def refuse(self, req: Req, message: str = "aborted") -> None:
-        """Notes the end of a request that was never submitted."""
-        reason = {"type": "abort", "message": message}
+    def refuse(self, req: Req, message: str = "aborted", status: int | None = None) -> None:
+        """Notes the end of a request that was never submitted. status: of HTTP, None: it is an answer that ended."""
+        reason = {"type": "abort", "message": message, **({} if status is None else {"status_code": status})}
         self._news.append(Output(req.uid, [], reason, meta=finish_meta(req, self.config.credited)))
 
     def take_outputs(self) -> list[Output]:
