@@ -167,6 +167,8 @@ def gaps_of(events: list[str]) -> set[str]:
     return {gap.strip() for gap in text.replace("mixed", "step").split("step")[1:-1]}
 
 
+@pytest.mark.further(lag=0, mixed=True)
+@pytest.mark.further(lag=1, mixed=False)
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_the_tower_runs_in_pieces_between_steps(case: Any, lag: int, mixed: bool) -> None:

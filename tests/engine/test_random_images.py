@@ -31,6 +31,7 @@ CPU = torch.device("cpu")
 ONE = SimpleNamespace(**{name: getattr(engine_rig, name) for name in ("VOCAB", "CONTEXT", "greedy", "seeded")})
 ONE.Rig, ONE.make_book = Rig, engine_rig.make_book
 TWO = SimpleNamespace(**{**vars(ONE), "Rig": spread_rig, "one_rank": Rig})
+FEW = ("qwen3.5", "gemma3")  # kinds that tests of many engines keep to: one with states of rows, one with mutual images
 
 
 def shown_to(processor: Any) -> Shown:
@@ -91,6 +92,7 @@ def test_text_is_that_of_each_alone(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.further(folder=[kind for kind in KINDS if kind not in FEW])
 @pytest.mark.further(seed=[*range(1, 25)])
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3", "NEXTN", "DFLASH"])
 @pytest.mark.parametrize("seed", range(25))
@@ -109,6 +111,8 @@ def test_several_answers(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.further(folder=[kind for kind in KINDS if kind not in FEW])
+@pytest.mark.further(n=1)
 @pytest.mark.further(seed=[*range(1, 30)])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("seed", range(30))

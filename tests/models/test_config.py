@@ -339,7 +339,7 @@ def test_harmless_values_are_accepted() -> None:
         ({**LLAMA2_7B, "is_causal": False}, "is_causal = False is not supported"),
         (
             {**DEEPSEEK_V3, "architectures": ["Glm5NextForConditionalGeneration"]},
-            "delta attention with a decay for each",
+            "hyper-connections that mix streams",
         ),
         ({**LLAMA2_7B, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ({**LLAMA2_7B, "num_experts": 8}, "num_experts = 8"),

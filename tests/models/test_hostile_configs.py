@@ -20,6 +20,7 @@ import tiny_gguf
 import torch
 from hybrid_models import KINDS, reference
 from models.test_decoder import random_reference
+from models.test_gguf_families import UNSAID
 from models.test_gguf_families import write as write_family
 from published import published
 from reference import hf_configs
@@ -83,7 +84,8 @@ MORE_KEYS = ("architectures", "layer_types", "rope_scaling", "rope_parameters", 
 
 HYBRIDS = {"qwen35": "Qwen3_5", "qwen35moe": "Qwen3_5Moe", "qwen3next": "Qwen3Next", "lfm2": "Lfm2",
            "lfm2moe": "Lfm2Moe", "granitehybrid": "GraniteMoeHybrid", "nemotron_h": "NemotronH",
-           "nemotron_h_moe": "NemotronH", "falcon-h1": "FalconH1", "kimi-linear": "KimiLinear"}  # fmt: skip
+           "nemotron_h_moe": "NemotronH", "falcon-h1": "FalconH1", "kimi-linear": "KimiLinear", "qwen4exp": "Qwen4Exp",
+           "bailingmoe3": "BailingHybrid"}  # fmt: skip
 
 LATENT = {"deepseek2": "deepseek-v3", "deepseek32": "deepseek-v3.2", "glm-dsa": "glm-5"}
 
@@ -238,14 +240,14 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str, part: int) -> None:
     elif arch in LATENT:
         latent = moe_models.reference(LATENT[arch])
         file = open_gguf(moe_models.write_gguf(tmp_path / "m.gguf", latent.config, latent.state_dict()))
-    elif arch == "minicpm3":
-        latent = random_reference(arch)
+    elif arch in ("minicpm3", "afmoe", "mellum"):
+        latent = random_reference(arch, **UNSAID.get(arch, {}))
         write_family(tmp_path / "m.gguf", latent.config, latent.state_dict(), arch, False)
         file = open_gguf(tmp_path / "m.gguf")
     elif kind is None:
         file = open_gguf(tiny_gguf.write(tmp_path / "m.gguf", arch, edit=more))
     else:
-        model = reference(kind)
+        model = reference(kind, **({"ple_layer_ids": [1]} if arch == "qwen4exp" else {}))
         file = open_gguf(hybrid_gguf.write(tmp_path / "m.gguf", model.config, model.state_dict(), edit=more))
     model_config(file)
     keys = [f"{arch}.{key}" for key in (*METADATA, "attention.sliding_window", "rope.dimension_count")]

@@ -197,7 +197,8 @@ def test_not_with_deterministic_inference(monkeypatch):
         set_threads=lambda count, processors: None,
     )
     monkeypatch.setattr(build, "pick_device", lambda name: device)
-    monkeypatch.setattr(build, "load_config", lambda path: SimpleNamespace(architecture="LlamaForCausalLM", layers=()))
+    config = SimpleNamespace(architecture="LlamaForCausalLM", layers=(), encoder=None)
+    monkeypatch.setattr(build, "load_config", lambda path: config)
     options = Options(
         enable_deterministic_inference=True, enable_torch_compile=True, speculative_algorithm="none"
     ).resolve()
