@@ -12,7 +12,10 @@ from torch import Tensor
 
 from draftwing.ops.attention.batch import Ragged
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton"),
+    pytest.mark.usefixtures("mended_interpreter"),
+]
 
 
 def keys_of(found: tuple[Tensor, ...], query: int, leader: int) -> dict[int, tuple[int, int]]:
