@@ -131,15 +131,15 @@ def test_beside_rows_that_decode(case: Any) -> None:
 
 
 def test_preemption(case: Any) -> None:
-    rig, _ = answer(case, shapes=(TREE,), slots=110, chunk=8)
+    rig, _ = answer(case, shapes=(TREE,), slots=100, chunk=8)
     assert rig.sched.retractions >= 1
 
 
 def watched(rig: Rig) -> list[str]:
-    """Notes what happens in turn: "look" and each "layer" of the tower, "step" of those who decode, "chunk" of prompts,
-    "mixed" of both."""
+    """Notes what happens in turn: "piece" and each "layer" of the tower, "step" of those who decode, "chunk" of
+    prompts, "mixed" of both."""
     tower, executor, events = rig.executor._images._tower, rig.executor, list[str]()  # type: ignore[union-attr]
-    launch, look, layers = executor.launch, type(executor).look, tower.layers
+    launch, run_piece, layers = executor.launch, type(executor).run_tower_piece, tower.layers
 
     def counted(*args: Any) -> Any:
         for rows in layers(*args):
@@ -151,8 +151,8 @@ def watched(rig: Rig) -> list[str]:
         return launch(plan, *guidance)
 
     def run(function: Any, *args: Any) -> Any:
-        if function is look:
-            events.append("look")
+        if function is run_piece:
+            events.append("piece")
         return function(executor, *args)
 
     rig.executor._images._tower = SimpleNamespace(config=tower.config, layers=counted)  # type: ignore[union-attr, assignment]
@@ -191,25 +191,25 @@ def test_the_tower_runs_in_pieces_between_steps(case: Any, lag: int, mixed: bool
     assert found.tokens == expected
     features = rig.executor._images
     assert features is not None and features.runs == len({image.digest for image in images})
-    assert events.count("layer") == events.count("look") == features.runs * (features._tower.config.depth + 1)
+    assert events.count("layer") == events.count("piece") == features.runs * (features._tower.config.depth + 1)
     beside = mixed and not images[0].mutual  # whole images are longer than what has room beside a step
-    assert gaps_of(events) == {"", "look layer"} | (set() if beside else {"chunk"})
+    assert gaps_of(events) == {"", "piece layer"} | (set() if beside else {"chunk"})
 
 
 def test_a_piece_is_as_long_as_a_part_of_a_prompt(case: Any) -> None:
     """So a long part has all of a small image with it, and nobody waits for a turn more."""
     _, model, prompts, _, _ = case
     (ids, images), (text, _) = prompts[0], prompts[1]
-    looks = []
+    pieces = []
     for chunk in (2, 100_000):
         rig = Rig(model, rows=2, chunk=chunk)
         events = watched(rig)
         rig.submit("1", text, greedy(40))
         rig.submit("0", ids, greedy(8), images=images)
         rig.run()
-        looks.append(events.count("look"))
+        pieces.append(events.count("piece"))
     features = rig.executor._images
-    assert features is not None and looks == [features.runs * (features._tower.config.depth + 1), 0]
+    assert features is not None and pieces == [features.runs * (features._tower.config.depth + 1), 0]
 
 
 def test_pieces_and_prompts_of_others_take_turns(case: Any) -> None:
@@ -234,8 +234,8 @@ def test_pieces_and_prompts_of_others_take_turns(case: Any) -> None:
 
     found = rig.run(between=join).tokens
     assert {uid: found[uid] for uid in expected} == expected
-    assert gaps_of(events) == {"", "look layer", "chunk"}
-    assert "look layer step chunk step look" in " ".join(events)
+    assert gaps_of(events) == {"", "piece layer", "chunk"}
+    assert "piece layer step chunk step piece" in " ".join(events)
 
 
 def test_a_picture_of_nobody_who_waits_is_read_in_turns_too(case: Any) -> None:
@@ -246,7 +246,7 @@ def test_a_picture_of_nobody_who_waits_is_read_in_turns_too(case: Any) -> None:
     rig.submit("0", prompts[0][0], greedy(TOKENS), images=prompts[0][1])
 
     def join(turn: int) -> None:
-        if events.count("look") == 2 and not joined:
+        if events.count("piece") == 2 and not joined:
             joined.append(len(events))
             rig.submit("1", prompts[1][0], greedy(TOKENS))
 

@@ -38,7 +38,7 @@ from draftwing.ops.attention.attend import AttnBackend
 from draftwing.ops.types import Draft, DraftEdits, SamplingGroups
 from draftwing.requests.images import RequestImage
 from draftwing.sched.guidance import Guides
-from draftwing.sched.looks import Look
+from draftwing.sched.tower_schedule import TowerPiece
 from draftwing.spec.drafter import Drafter, DraftStep, PastText
 
 log = logging.getLogger("draftwing")
@@ -215,10 +215,10 @@ class Executor:
         return None if self._images is None else self._images.unseen(images, salt, start, tokens)
 
     @torch.inference_mode()
-    def look(self, look: Look) -> None:
+    def run_tower_piece(self, piece: TowerPiece) -> None:
         """Has the tower go on."""
         assert self._images is not None
-        self._images.look(look)
+        self._images.run_piece(piece)
 
     def flush(self) -> None:
         """Lets the drafter forget what it has learnt."""

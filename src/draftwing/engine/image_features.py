@@ -21,7 +21,7 @@ from draftwing.engine.devices.base import Device
 from draftwing.models.towers.base import Tower
 from draftwing.ops.attention.batch import Batch, ChunkSpan, ImageRows
 from draftwing.requests.images import RequestImage, axes_of
-from draftwing.sched.looks import Look
+from draftwing.sched.tower_schedule import TowerPiece
 
 BUDGET = 256 << 20  # bytes of features that are kept
 
@@ -173,13 +173,13 @@ class ImageFeatures:
         """Returns about how many products a layer of the tower takes."""
         return self._tower.config.products(*image.pixels.shape[:2])
 
-    def look(self, look: Look) -> None:
+    def run_piece(self, piece: TowerPiece) -> None:
         """Has the tower go on with an image for about as long as the language model takes for some tokens, by a layer
         at least."""
-        layers = max(look.tokens * self._products // self._layer(look.image), 1)
-        for rows in islice(self._layers(look.image, look.salt), layers):
+        layers = max(piece.tokens * self._products // self._layer(piece.image), 1)
+        for rows in islice(self._layers(piece.image, piece.salt), layers):
             if rows is not None:
-                self._keep(look.image, look.salt, rows)
+                self._keep(piece.image, piece.salt, rows)
 
     def clear(self) -> None:
         """Forgets all features."""

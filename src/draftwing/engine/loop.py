@@ -92,7 +92,7 @@ class Loop:
         self._executor = executor
         self._overlap = overlap
         self._watch = watch
-        sched.looks.unseen = executor.unseen
+        sched.tower_schedule.unseen = executor.unseen
         self._flying: tuple[InFlight, list[Guidance | None]] | None = None
         self._began = 0.0  # when the device began the step in flight, at the earliest
         # Seconds that it takes to plan and launch a step, by turn: without parts of prompts, and with them.
@@ -118,8 +118,8 @@ class Loop:
         if self._sched.needs_results:
             self._put_in_flight(None)
         plan = self._sched.plan()
-        if self._sched.looks.next is not None:
-            self._executor.run_on_all_ranks(Executor.look, self._sched.looks.next)
+        if self._sched.tower_schedule.next is not None:
+            self._executor.run_on_all_ranks(Executor.run_tower_piece, self._sched.tower_schedule.next)
         elif plan is None and self._flying is None:
             self._sched.rest()
         flying = None

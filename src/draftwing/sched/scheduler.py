@@ -14,7 +14,6 @@ from draftwing.errors import RequestError
 from draftwing.sched.draft_backlog import DraftExtendPlanner
 from draftwing.sched.guidance import AsyncMask, Guidance, GuidedRow, Workers, await_any
 from draftwing.sched.kv_manager import KVManager
-from draftwing.sched.looks import Looks
 from draftwing.sched.planning import divided, fair_decode_batch, make_plan, whole_prompts, with_whole_images
 from draftwing.sched.policy.choice import Mixes, ShapeChoice
 from draftwing.sched.policy.prefill_budget import PrefillBudget
@@ -23,6 +22,7 @@ from draftwing.sched.queue import FairQueue, RowShares
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.results import PromptLogprobCache, Results, finish_meta
 from draftwing.sched.state_slots import StateSizes
+from draftwing.sched.tower_schedule import TowerSchedule
 
 REST = 0.02  # seconds
 TIMED_OUT = "the request exceeded its timeout"
@@ -81,7 +81,7 @@ class Scheduler:
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._alone = False  # whether parts of prompts could not be beside the plan before: they are next
         self._prefills = PrefillBudget(config.at_once, config.prefill_seconds)
-        self.looks = Looks(self._prefills, config.chunk_tokens)
+        self.tower_schedule = TowerSchedule(self._prefills, config.chunk_tokens)
         self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()
@@ -163,7 +163,7 @@ class Scheduler:
         plan = None
         self._await_masks()
         ready = self._ready()
-        if self.looks.plan(self.running, bool(ready), self._prefilled):
+        if self.tower_schedule.plan(self.running, bool(ready), self._prefilled):
             self._prefilled = ()
             return self._plan_tree()
         alone, self._alone = self._alone, False
@@ -293,12 +293,12 @@ class Scheduler:
             (
                 req
                 for req in self.running
-                if req.state is ReqState.PREFILL and req not in self._held and self.looks.room(req)
+                if req.state is ReqState.PREFILL and req not in self._held and self.tower_schedule.room(req)
             ),
             key=lambda r: r.rank,
         )
         shares = divided(room, todo, self._prefills, ready, spared, sizes)
-        shares = [(req, min(length, self.looks.room(req))) for req, length in shares]
+        shares = [(req, min(length, self.tower_schedule.room(req))) for req, length in shares]
         if not retracts:  # an image that has no room beside a step comes without one, before others fill the next
             self._alone |= not all(with_whole_images([one], room, False) for one in shares)
         if self.config.whole_prompts:

@@ -12,9 +12,9 @@ from draftwing.core import Chunk
 from draftwing.requests.images import RequestImage
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.looks import Looks
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.req import Req, ReqState
+from draftwing.sched.tower_schedule import TowerSchedule
 
 PIXELS = np.zeros((4, 4, 3), np.uint8)
 CHUNK = (Chunk(0, 0, 8, False),)
@@ -35,8 +35,8 @@ class Tower:
     def __init__(self) -> None:
         self.known: set[int] = set()
         self.asked: list[int] = []
-        self.looks = Looks(PrefillBudget(), 64)
-        self.looks.unseen = self.unseen
+        self.tower_schedule = TowerSchedule(PrefillBudget(), 64)
+        self.tower_schedule.unseen = self.unseen
 
     def unseen(self, images: Sequence[RequestImage], salt: int, start: int, tokens: int) -> RequestImage | None:
         self.asked.append(tokens)
@@ -44,8 +44,8 @@ class Tower:
 
     def turn(self, *running: Req, steps: bool, prefilled: Sequence[Chunk] = ()) -> int | None:
         """Returns which image is read on; parts of prompts wait exactly where somebody decodes meanwhile."""
-        wait = self.looks.plan(running, steps, prefilled)
-        found = self.looks.next
+        wait = self.tower_schedule.plan(running, steps, prefilled)
+        found = self.tower_schedule.next
         assert wait == (steps and found is not None)
         return None if found is None else found.image.start
 
@@ -55,20 +55,20 @@ TEXT = req("text", ReqState.DECODE)
 
 def test_a_prompt_goes_on_up_to_its_image() -> None:
     tower, one = Tower(), req("a", ReqState.PREFILL, 5, 20)
-    assert tower.turn(one, TEXT, steps=True) is None and tower.looks.room(one) == 5
+    assert tower.turn(one, TEXT, steps=True) is None and tower.tower_schedule.room(one) == 5
     one.sent = 5
-    assert tower.turn(one, TEXT, steps=True) == 5 and tower.looks.room(one) == 0
+    assert tower.turn(one, TEXT, steps=True) == 5 and tower.tower_schedule.room(one) == 0
     tower.known.add(5)
-    assert tower.turn(one, TEXT, steps=True) is None and tower.looks.room(one) == 15
+    assert tower.turn(one, TEXT, steps=True) is None and tower.tower_schedule.room(one) == 15
     tower.known.add(20)
-    assert tower.turn(one, TEXT, steps=True) is None and tower.looks.room(one) == 45
+    assert tower.turn(one, TEXT, steps=True) is None and tower.tower_schedule.room(one) == 45
     assert set(tower.asked) == {64}, "as long as it is not known how long a token takes"
 
 
 def test_where_its_features_were_forgotten_it_is_read_again() -> None:
     one = req("a", ReqState.PREFILL, 5, sent=9)
     tower = Tower()
-    assert tower.turn(one, steps=False) == 5 and tower.looks.room(one) == 0
+    assert tower.turn(one, steps=False) == 5 and tower.tower_schedule.room(one) == 0
 
 
 def test_pieces_and_parts_of_prompts_take_turns_between_steps() -> None:

@@ -13,7 +13,7 @@ from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.req import Req, ReqState
 
 
-class Look(NamedTuple):
+class TowerPiece(NamedTuple):
     """A piece of a tower's work on an image. salt: of the request.  tokens: of a prompt, in whose time it is done."""
 
     image: RequestImage
@@ -21,7 +21,7 @@ class Look(NamedTuple):
     tokens: int
 
 
-class Looks:
+class TowerSchedule:
     """next: what the tower does before the step just planned, if anything.  unseen: is asked, of images of a request
     with a salt, for the first one from a position of the prompt on that is not read yet, and takes longer than so many
     tokens."""
@@ -29,14 +29,14 @@ class Looks:
     def __init__(self, prefills: PrefillBudget, most: int) -> None:
         """most: tokens of a piece, where it is not known how long they take."""
         self.unseen: Callable[[Sequence[RequestImage], int, int, int], RequestImage | None] = lambda *asked: None
-        self.next: Look | None = None
+        self.next: TowerPiece | None = None
         self._prefills, self._most = prefills, most
         self._unseen: dict[Req, RequestImage] = {}
 
     def plan(self, running: Sequence[Req], steps: bool, prefilled: Sequence[Chunk]) -> bool:
         """Chooses what is `next`. steps: whether somebody takes part in a step now.  prefilled: right before it.
         Returns whether parts of prompts wait for the next step, since there is a piece."""
-        looked, self.next = self.next is not None, None
+        had_piece, self.next = self.next is not None, None
         prompts = [req for req in running if req.state is ReqState.PREFILL]
         self._unseen.clear()
         if not any(req.request.images for req in prompts):
@@ -48,10 +48,10 @@ class Looks:
             if image is not None:
                 self._unseen[req] = image
         come = [req for req in self._unseen if not self.room(req)]
-        if not come or (steps and (prefilled or (looked and len(come) < len(prompts)))):
+        if not come or (steps and (prefilled or (had_piece and len(come) < len(prompts)))):
             return False
         first = min(come, key=lambda req: req.rank)
-        self.next = Look(self._unseen[first], first.salt, tokens)
+        self.next = TowerPiece(self._unseen[first], first.salt, tokens)
         return steps
 
     def room(self, req: Req) -> int:
