@@ -18,7 +18,7 @@ class Rig:
     and launch one. Stands in for the clock, the scheduler and the executor."""
 
     needs_results, idle, has_prompts = False, False, False
-    looks = SimpleNamespace(next=None)  # of a tower
+    tower_schedule = SimpleNamespace(next=None)
     unseen = None
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, host: float, expected: float) -> None:
