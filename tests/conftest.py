@@ -25,6 +25,7 @@ LONGEST = (
     "tests/sched/test_scheduler_stateful.py", "tests/engine/test_exact.py", "tests/engine/test_no_host_reads.py",
     "tests/engine/test_requests.py", "tests/ops/cpu/test_extension.py", "tests/ops/test_suffix.py",
     "tests/engine/test_draft_kv_backlog.py", "tests/test_docs.py",
+    "tests/engine/test_sleep.py", "tests/server/router/test_processes.py",
 )  # fmt: skip
 ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)  # of a file
 

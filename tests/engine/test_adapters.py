@@ -101,6 +101,7 @@ def drafting(kind: str, folder: Path) -> tuple[Path, dict[str, Any], list[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.further(drafter=["none", "ngram", "NEXTN", "DFLASH"])
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "EAGLE3", "NEXTN", "DFLASH"])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("auto", marks=pytest.mark.exhaustive)])
 def test_32_adapters_take_turns_in_a_few_slots(target: Path, tmp_path: Path, drafter: str, dtype: str) -> None:
@@ -134,7 +135,7 @@ def test_32_adapters_take_turns_in_a_few_slots(target: Path, tmp_path: Path, dra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("drafter", ["EAGLE3", pytest.param("NEXTN", marks=pytest.mark.exhaustive),
                                      pytest.param("DFLASH", marks=pytest.mark.exhaustive)])  # fmt: skip
 def test_adapters_that_come_and_go_under_load(tmp_path: Path, drafter: str, ranks: int) -> None:

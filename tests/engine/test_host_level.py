@@ -153,6 +153,7 @@ def test_a_prediction_layer_s_keys_come_back(hybrid: Callable[[str], Path]) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.further(drafts={})
 @pytest.mark.parametrize("kind", ["llama", "qwen3.5"])
 @pytest.mark.parametrize("drafts", [{}, {"speculative_algorithm": "NGRAM", "speculative_fixed_shape": True}])
 def test_conversations_by_turns_in_a_small_pool(
@@ -177,6 +178,7 @@ def test_conversations_by_turns_in_a_small_pool(
 
 
 @pytest.mark.slow
+@pytest.mark.further(kind="llama")
 @pytest.mark.parametrize("kind", ["llama", "qwen3.5"])
 def test_many_at_once_are_preempted(model: Path, hybrid: Callable[[str], Path], kind: str) -> None:
     """Prompts come back while others run, in a pool that has no room for all of them."""

@@ -184,6 +184,7 @@ def request(uid: str, prompt: list[int], count: int = TOKENS, **fields: Any) -> 
     return GenerationRequest(uid, prompt, params, **fields)
 
 
+@pytest.mark.further(device="cpu")
 def test_what_runs_ends_first_and_who_comes_then_wakes_it(model: Path, device: Any) -> None:
     """Five in flight, of which one waits for a row; then the engine is asked to sleep, and two more come."""
     prompts = [tokens(50 + 20 * at, at) for at in range(7)]
@@ -255,6 +256,7 @@ def test_one_that_comes_behind_the_look(model: Path, device: Any, monkeypatch: p
 
 
 @pytest.mark.slow
+@pytest.mark.further(device="cpu")
 def test_what_needs_the_device_wakes_it_or_is_refused(model: Path, head: Path, device: Any) -> None:
     drafts = {**DRAFTS["EAGLE3"], "speculative_draft_model_path": str(head)}
     with engine_of(model, device, **drafts) as engine:
@@ -421,6 +423,7 @@ def test_features_of_images_stay(kind: str, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.further(device="cpu")
 @pytest.mark.parametrize("drafts", ["NGRAM", pytest.param("NEXTN", marks=pytest.mark.exhaustive)])
 def test_a_storm(model: Path, hybrid: Path, device: Any, drafts: str) -> None:
     """20 sleeps while clients ask one request after another: each has the text that it has alone."""

@@ -119,8 +119,8 @@ def test_more_than_few_rows(groups: int, every: bool, tmp_path: Path, monkeypatc
     assert list(tmp_path.rglob("*.cubin"))
 
 
-@pytest.mark.further(ranges=[1, 2, 4], dtype=torch.float16)
-@pytest.mark.further(ranges=[2, 4])
+@pytest.mark.further(ranges=[1, 2, 4])
+@pytest.mark.further(dtype=torch.float16)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ranges", cuda_many.RANGES)
 def test_many_rows(ranges: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +148,7 @@ def test_experts(layout: Layout, tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.cubin"))
 
 
+@pytest.mark.exhaustive
 def test_experts_on_older_devices(tmp_path: Path) -> None:
     """Without bulk copies."""
     gemm_experts.compile_ahead(torch.float16, EXPERTS[2], OLDER[0])

@@ -118,7 +118,8 @@ for features, columns in ((4096, 4096), (2, 8128)):
 """
 
 
-@pytest.mark.parametrize("capability", [86, pytest.param(120, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # compiled by an engine of a card as well
+@pytest.mark.parametrize("capability", [86, 120])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
 def test_products_in_shares_compile(tmp_path: Path, capability: int) -> None:
     """An instruction has the columns that lie together, as gemm.cu's has."""

@@ -230,6 +230,7 @@ def load(case: Case, folder: Path) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.further(name=["dflash2, text, three taps", "dflash2, own vocabulary"])  # half a minute each
 @pytest.mark.parametrize("name", CASES)
 def test_all_blocks_at_once_are_each_block_as_served(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     case, reference = CASES[name], Reference(CASES[name])
@@ -265,7 +266,14 @@ class Given:
 
 @pytest.mark.slow
 @pytest.mark.further(
-    name=["dflash, kl", "dflash, d_pace", "dspark, tv", "dspark, d_pace, own vocabulary"]
+    name=[
+        "dflash, kl",
+        "dflash, d_pace",
+        "dspark, tv",
+        "dspark, d_pace, own vocabulary",
+        "dflash2, text, three taps",
+        "dflash2, own vocabulary",
+    ]  # fmt: skip
 )  # same heads
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_along_a_text_are_those_of_each_block(name: str, tmp_path: Path, monkeypatch: Any) -> None:

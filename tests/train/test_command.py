@@ -116,6 +116,7 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 # ---- it learns -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_head_for_an_adapter(bench: Bench, run: Path) -> None:
     """It learns what the model says with the adapter, for which the model's own head drafts less well. Served beside
     the adapter, as in https://github.com/vllm-project/vllm/issues/26679, it changes no text."""

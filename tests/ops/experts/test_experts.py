@@ -289,8 +289,8 @@ def on(weight: Weight, device: torch.device) -> Weight:
 KINDS = ["dense", "mxfp4", "mxfp4 of 96 columns", "int4 of 32", "int4 of 64 with zeros", "int4 of 128", "int8", "fp8"]
 
 
-@pytest.mark.further(dtype=torch.float16, kind=[kind for kind in KINDS if kind != "int4 of 64 with zeros"])
-@pytest.mark.further(kind=["mxfp4", "int4 of 128"])
+@pytest.mark.further(kind=["dense", "mxfp4", "int4 of 32", "int4 of 128", "int8"])
+@pytest.mark.further(dtype=torch.float16)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> None:

@@ -197,6 +197,7 @@ def test_dense_against_float64(run_dense: DenseHost, rows: int, columns: int, ra
 
 
 @on_host
+@pytest.mark.further(kind=["plain", "add"], rows=176)
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
 @pytest.mark.parametrize("rows, columns, ranges", [(96, 768, 2), (176, 704, 2), (64, 1024, 4)])
 @pytest.mark.parametrize("early", [LATE, EARLY])
@@ -225,6 +226,8 @@ def test_two_ranges_of_a_block(
 
 @on_host
 @pytest.mark.further(kind="plain", rows=[32, 544])
+@pytest.mark.further(kind=["plain", "add"], rows=416)  # eight seconds each
+@pytest.mark.further(early=EARLY, rows=416)
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
 @pytest.mark.parametrize("rows, columns, ranges", [(96, 768, 2), (544, 384, 1), (32, 384, 1), (416, 1536, 4)])
 @pytest.mark.parametrize("early", [LATE, EARLY])
