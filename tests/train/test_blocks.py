@@ -273,7 +273,7 @@ class Given:
         "dspark, d_pace, own vocabulary",
         "dflash2, text, three taps",
         "dflash2, own vocabulary",
-    ]  # fmt: skip
+    ]
 )  # same heads
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_along_a_text_are_those_of_each_block(name: str, tmp_path: Path, monkeypatch: Any) -> None:
