@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from published import published
 from reference.hf_configs import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
@@ -434,6 +435,17 @@ def test_chunks_in_which_texts_are_whole_are_left_out() -> None:
     chunks = [layer.mixer.chunk for layer in config.layers if isinstance(layer.mixer, AttentionConfig)]
     assert chunks == [8192, 8192, 8192, 0] * 12 and config.for_texts(8193) == config
     assert all(layer.mixer.chunk == 0 for layer in config.for_texts(8192).layers)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("nemotron-3-nano-30b-a3b", "moe_shared_expert_intermediate_size"), ("hy3-preview", "num_shared_experts")],
+)
+def test_no_shared_expert_is_one_as_wide_as_an_mlp(name: str, key: str) -> None:
+    """In transformers, which takes 0 for what is not said."""
+    config = published(name)
+    experts = from_hf({**config, key: 0}).experts
+    assert experts is not None and experts.shared == config["intermediate_size"]
 
 
 def test_what_a_config_leaves_out_is_as_its_family_has_it() -> None:

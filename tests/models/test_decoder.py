@@ -409,6 +409,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "hunyuan-v3-no-shared": ("HYV3", {**EXPERTS, "num_shared_experts": 0}),
     "hunyuan-v3-defaults": ("HYV3", {"head_dim": 16, "num_experts": 12, "moe_intermediate_size": 32}),
     "ministral": ("Ministral", {"head_dim": 32, "sliding_window": 24, "rope_parameters": PLAIN}),
     "cwm": ("Cwm", {"head_dim": 32, "sliding_window": 24, "layer_types": MIXED, "rope_parameters": LLAMA3}),

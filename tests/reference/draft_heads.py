@@ -49,10 +49,13 @@ def turn_of(config: Config, head_dim: int, dtype: torch.dtype) -> Turn:
     none. Newer configs have one object for all that older ones have in two places."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    dims = int(head_dim * (given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1))
-    freq = theta ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
     kind, scale = given.get("rope_type", given.get("type", "default")), 1.0
-    if kind == "linear":
+    turned = int(head_dim * (given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1))
+    dims = head_dim if kind == "proportional" else turned
+    freq = theta ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+    if kind == "proportional":  # other pairs stay, and are counted
+        freq[turned // 2 :] = 0
+    elif kind == "linear":
         freq = freq / given["factor"]
     elif kind == "llama3":
         low, high, factor = given["low_freq_factor"], given["high_freq_factor"], given["factor"]

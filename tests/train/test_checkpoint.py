@@ -15,12 +15,15 @@ from safetensors import safe_open
 
 from draftwing import LLM, ConfigError
 from draftwing.engine.devices import pick_device
+from draftwing.layers.rope import RopeConfig
+from draftwing.models.fields import Fields
 from draftwing.models.heads.config import BlockConfig, resolve_aux_layers
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
+from draftwing.models.positions import rotary_dims
 from draftwing.train import blocks
 from draftwing.train.capture import FeatureModel
-from draftwing.train.checkpoint import aux_layer_ids, save_head
+from draftwing.train.checkpoint import _rope_scaling, aux_layer_ids, save_head
 from draftwing.train.heads import (
     load_head,
     load_target_ends,
@@ -211,6 +214,13 @@ def test_weights_are_split_into_files_of_a_given_size(tmp_path):
     with pytest.raises(ConfigError, match=r"fc\.weight has 6144 bytes"):
         save_head(head, tmp_path / "none", max_file_bytes=6000)
     assert not (tmp_path / "none").exists()
+
+
+def test_the_share_of_each_head_that_is_turned_is_read_back():
+    for size in (8, 46, 98, 128):
+        for dims in range(2, size, 2):
+            said = {"rope_scaling": _rope_scaling(RopeConfig(dims=dims), size)}
+            assert rotary_dims(Fields(said, "config"), size, 1.0) == dims
 
 
 def test_layers_are_named_so_that_they_are_read_back():

@@ -204,7 +204,8 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
     weight_format, quantization = _stored_as(fields, family)
     if family.scaled and all(fields.get(key) is None for key in ("rope_parameters", "rope_scaling")):
         raise fields.unlike("rope_parameters", "an object")
-    rope, local_rope = ropes(fields, family.theta, family.local_theta, trained, turns_parts, family.query_scale)
+    share = family.rotary if turns_parts else None
+    rope, local_rope = ropes(fields, family.theta, family.local_theta, trained, share, family.query_scale)
     max_positions = min(context(rope, trained), first_chunk(fields))
     if not (family.turns if isinstance(family.turns, bool) else family.turns(fields)):
         rope = NOPE

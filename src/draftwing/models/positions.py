@@ -11,6 +11,7 @@ from draftwing.models.fields import LARGEST, Fields
 from draftwing.requests.refusals import show
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+PROPORTIONAL: Literal["proportional"] = "proportional"
 # Whether `use_sliding_window` decides, and then all layers have the window, or those from `max_window_layers` on.
 WindowSwitch = Literal["", "all", "upper"]
 _FIRST_WINDOWED = 28  # of families with a switch, where the config does not say `max_window_layers`
@@ -50,15 +51,15 @@ def ropes(
     theta: float,
     local_theta: float | None,
     max_positions: int,
-    partial: bool = False,
+    share: float | None = None,
     query_scale: bool = False,
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """Returns the rotary embedding of the layers, and that of those with a window, None where it is the same.
 
     Reads `rope_theta` with `rope_scaling`, or `rope_parameters`, which holds both, and may hold them for each type of
     layer. theta: where the config has none.  local_theta: of layers with a window, for families that have one of
-    their own, 0: that of all, not scaled.  partial: whether who calls reads `partial_rotary_factor`.  query_scale:
-    whether queries may be scaled by their position.
+    their own, 0: that of all, not scaled.  share: of a head that is turned where the config does not say, None: all of
+    it always is.  query_scale: whether queries may be scaled by their position.
     """
     given = rope_fields(fields)
     _check_beside(fields, given)
@@ -70,7 +71,9 @@ def ropes(
         if any(isinstance(value, Mapping) for value in given.values()):
             raise fields.unsupported(f"{given.inside.rstrip('.')} per layer type", dict(given.items()))
         beta = given.number("llama_4_scaling_beta", 0, 1e3, 0.0) if query_scale else 0.0
-        made = rope(given, theta, max_positions, partial)
+        if share is not None:
+            share = fields.number("partial_rotary_factor", 0, 1, share)
+        made = rope(given, theta, max_positions, share)
         if beta:
             made = replace(made, query_beta=beta, original_max_positions=given.whole(trained))
         return made, None
@@ -94,6 +97,8 @@ def rotary_dims(fields: Fields, head_dim: int, share: float) -> int:
         raise fields.unlike(key, "a number from 0 to 1")
     share = fields.number(key, 0, 1, share)
     dims = int(head_dim * given.number(key, 0, 1, share))
+    if _kind(given) == PROPORTIONAL:  # whose share says which of all pairs are turned by nothing
+        return 0
     if not dims:
         raise given.unlike(key, f"a share of which some of a head's {head_dim} elements are turned")
     return 0 if dims == head_dim else dims
@@ -128,15 +133,18 @@ def _check_beside(fields: Fields, given: Fields) -> None:
         raise fields.unlike(key, f"{show(trained)}, as beside the rope_type")
 
 
-def rope(scaling: Fields, theta: float, max_positions: int, partial: bool = False) -> RopeConfig:
-    """Returns one rotary embedding; theta: where `scaling` has none.  partial: as `ropes` has it."""
-    theta = scaling.number("rope_theta", 1, 1e15, theta)
-    kind = scaling.text("rope_type", scaling.text("type", "default"))
-    share = scaling.number("partial_rotary_factor", 0, 1, 1)
-    if kind == "proportional" and not partial:
-        return RopeConfig(theta, "proportional", scaling.number("factor", 1e-3, 1e6, 1.0), share=share)
-    if not partial and share != 1:
-        raise scaling.unsupported("partial_rotary_factor", share)
+def _kind(scaling: Fields) -> str:
+    return scaling.text("rope_type", scaling.text("type", "default"))
+
+
+def rope(scaling: Fields, theta: float, max_positions: int, share: float | None = None) -> RopeConfig:
+    """Returns one rotary embedding; theta: where `scaling` has none.  share: as `ropes` has it."""
+    theta, kind = scaling.number("rope_theta", 1, 1e15, theta), _kind(scaling)
+    turned = scaling.number("partial_rotary_factor", 0, 1, 1 if share is None else share)
+    if kind == PROPORTIONAL:
+        return RopeConfig(theta, PROPORTIONAL, scaling.number("factor", 1e-3, 1e6, 1.0), share=turned)
+    if share is None and turned != 1:
+        raise scaling.unsupported("partial_rotary_factor", turned)
     # Of text alone the three positions of mrope are one. The dynamic rule changes nothing up to the trained context,
     # and contexts beyond that are refused.
     if kind in ("default", "mrope") or (kind == "dynamic" and scaling.get("alpha") is None):

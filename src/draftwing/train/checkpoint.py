@@ -6,6 +6,7 @@ Names and shapes come from the head's own `stored_tensors`, the table that the l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -217,12 +218,19 @@ def _rope_scaling(rope: RopeConfig, head_dim: int) -> dict[str, Any] | None:
     factor, original = {"factor": rope.factor}, {"original_max_position_embeddings": rope.original_max_positions}
     ends = {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     betas = {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-    keys: dict[str, Any] = {
+    divisors = {"short_factor": [*rope.divisors], "long_factor": [*rope.long_divisors]}
+    scale = {"attention_factor": rope.attention_factor}
+    of_kind: dict[str, dict[str, Any]] = {
         "linear": factor,
         "llama3": factor | original | ends,
-        "yarn": factor | original | betas | {"attention_factor": rope.attention_factor},
-    }.get(rope.kind, {})
-    part = {"partial_rotary_factor": rope.dims / head_dim} if rope.dims else {}
+        "yarn": factor | original | betas | scale,
+        "longrope": factor | original | divisors | scale,
+        "proportional": (factor if rope.factor != 1 else {}) | {"partial_rotary_factor": rope.share},
+    }
+    keys, share = of_kind.get(rope.kind, {}), rope.dims / head_dim
+    if int(head_dim * share) < rope.dims:  # as readers round
+        share = math.nextafter(share, 1)
+    part = {"partial_rotary_factor": share} if rope.dims else {}
     return {"rope_type": rope.kind if keys else "default", **keys, **part} if keys or part else None
 
 

@@ -246,6 +246,18 @@ FORMS: dict[str, Form] = {  # keys of a config, tensors beside the plain ones or
         {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}}, {}, "",
     ),
     "fewer dimensions are turned": ({"partial_rotary_factor": 0.5}, {}, ""),
+    "pairs that are turned by nothing": (
+        {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.5}}, {}, "",
+    ),
+    "longrope": (
+        {
+            "rope_scaling": {
+                "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 5.0, 9.0],
+                "original_max_position_embeddings": 64,
+            },
+        },
+        {}, "",
+    ),
     "a switch of windows that types of layers overrule": (_SLIDING | {"use_sliding_window": True}, {}, ""),
     "norms of heads that the target alone has": ({"use_qk_norm": True}, {}, ""),
     "latent attention": (

@@ -92,9 +92,13 @@ def test_its_logits_are_those_of_the_formula(row: Row, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["default", "proportional"])
 @torch.inference_mode()
-def test_a_part_of_each_head_is_turned_by_a_packed_head_too(tmp_path: Path) -> None:
+def test_a_part_of_each_head_is_turned_by_a_packed_head_too(tmp_path: Path, kind: str) -> None:
     row, ids = rows()["speculators-partial-rotary"], torch.tensor(TEXT)
+    inner = row.config["transformer_layer_config"]
+    inner = {**inner, "rope_parameters": {**inner["rope_parameters"], "rope_type": kind}}
+    row = row._replace(config={**row.config, "transformer_layer_config": inner})
     target, stored, model, head = load(row, tmp_path, torch.float32)
     draft = eagle3(*target, *stored, TEXT, streams=row.streams)
     _, aux_hidden = model(ids[:-1], torch.arange(len(ids) - 1), DenseCache(), head.aux_layers)

@@ -4,6 +4,7 @@ DeepSeek-V3, and heads that are normed before that."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from draftwing.layers.config import ExpertConfig
@@ -65,6 +66,12 @@ def _v3_keys(fields: Fields) -> dict[str, Any]:
     return found | fields.overruled(found).renamed(_V3_NAMES)
 
 
+def _v3_experts(fields: Fields, layers: int) -> ExpertConfig:
+    """Returns them; transformers makes an MLP's width of a shared one without any."""
+    found = experts(fields, layers)
+    return found if found.shared else replace(found, shared=fields.whole("intermediate_size", high=WIDEST))
+
+
 def _v3_named(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
     """Shared experts are called otherwise in adapters than in checkpoints."""
     return [(name.replace(".mlp.shared_experts.", ".mlp.shared_mlp."), value)]
@@ -91,7 +98,7 @@ FAMILIES = {
         theta=11158840.0,
         keys=_v3_keys,
         apart=_v3_named,
-        experts=experts,
+        experts=_v3_experts,
         dense_layers=dense_layers,
         expert_names=ExpertNames("mlp.router.gate", shared="mlp.shared_mlp", correction="mlp.expert_bias"),
         neutral={

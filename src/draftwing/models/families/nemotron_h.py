@@ -86,9 +86,10 @@ def _experts(fields: Fields, layers: int) -> ExpertConfig | None:
         raise fields.unsupported("mlp_bias", True)
     usual = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688}
     usual = {key: value for key, value in usual.items() if fields.get(key) is None}
+    shared = fields.whole("moe_shared_expert_intermediate_size", 0, WIDEST, 7688)
     return replace(
         deepseek.experts(fields.overruled({**usual, "n_shared_experts": 0}), layers),
-        shared=fields.whole("moe_shared_expert_intermediate_size", high=WIDEST, default=7688),
+        shared=shared or fields.whole("intermediate_size", high=WIDEST),  # as transformers reads it
         latent=0 if fields.get("moe_latent_size") is None else fields.whole("moe_latent_size", high=WIDEST),
     )
 
