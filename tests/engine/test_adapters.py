@@ -68,6 +68,8 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.further(drafter=["none", "ngram"], dtype="bfloat16")
+@pytest.mark.further(drafter="suffix", dtype=["float32", "auto"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("dtype", ["float32", "auto", "bfloat16"])
 def test_who_runs_beside_a_request_and_drafts_change_no_text(

@@ -23,7 +23,10 @@ from draftwing.sched.state_slots import StateSizes, StateSlots
 
 # Torch's operations each night.
 OTHERS = [pytest.param("torch", marks=pytest.mark.exhaustive), pytest.param("blocks", marks=pytest.mark.slow)]
-pytestmark = pytest.mark.parametrize("harness", ["cpu", *OTHERS, OWN_CUDA], indirect=True, scope="session")
+pytestmark = [
+    pytest.mark.parametrize("harness", ["cpu", *OTHERS, OWN_CUDA], indirect=True, scope="session"),
+    pytest.mark.further(harness="blocks", case=["mamba", "kimi"]),
+]
 
 
 @pytest.fixture(scope="session", params=list(HYBRIDS))
@@ -181,6 +184,7 @@ def test_aborts(harness, case):
 
 
 @pytest.mark.slow
+@pytest.mark.further(case="floors")
 def test_a_start_tries_out_whether_bits_are_kept(harness, case, monkeypatch):
     ops = pick_device("cpu").ops
     if harness.device != "cpu":

@@ -218,7 +218,7 @@ ASKED = {
 
 
 @pytest.mark.slow
-@pytest.mark.further(asked=["temperature", "filters", "bans"], rows=1)
+@pytest.mark.further(rows=1)
 @pytest.mark.further(asked=["temperature", "filters", "penalties"], rows=2, drafter=None)
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("drafter", [None, "ngram"])

@@ -71,8 +71,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 Made = Callable[[str], tuple[Path, list[str]]]
 
 
-@pytest.mark.further(kind=["qwen3.5-even", "qwen3-next"])
-@pytest.mark.further(kind="qwen3.5-moe", dtype="float32")
+@pytest.mark.further(kind=["qwen3.5-even", "qwen3.5-moe", "qwen3-next", "falcon-h1"])
 @pytest.mark.further(kind=["qwen3.5", "lfm2", "nemotron-h-moe"], dtype="bfloat16")
 @pytest.mark.further(kind=["granite4", "falcon-h1", "kimi-linear", "qwen4", "ling3", "lfm3"], dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

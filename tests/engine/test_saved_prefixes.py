@@ -85,7 +85,8 @@ def test_hybrids_begin_with_a_snapshot(hybrid: Callable[[str], Path], tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["EAGLE3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("NGRAM", "DFLASH", "STANDALONE"))]
+    "algorithm",
+    ["EAGLE3", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("NGRAM", "DFLASH", "STANDALONE"))],
 )
 def test_drafts_change_no_text(model: Path, tmp_path: Path, algorithm: str) -> None:
     more: dict[str, Any] = {"speculative_algorithm": algorithm, "speculative_fixed_shape": True}
@@ -161,7 +162,7 @@ def with_image(model: Path, before: int, seed: int = 0) -> Callable[..., Reply]:
     return ask_once
 
 
-@pytest.mark.parametrize("kind", ["gemma3", pytest.param("qwen3-vl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["gemma3", pytest.param("qwen3-vl", marks=pytest.mark.exhaustive)])
 def test_images_come_back(tmp_path: Path, kind: str) -> None:
     """Also where a block ends within one, whose tokens see each other."""
     model, folder = write_model(tmp_path / kind, kind), tmp_path / "kept"

@@ -93,6 +93,7 @@ class Merging(TorchOps):
         self.merges_matrices = True
 
 
+@pytest.mark.further(name=["qwen3-next", "glm4-moe"])
 @pytest.mark.parametrize(
     ("kind", "name"), [("hybrid", "qwen3.5-moe"), ("hybrid", "qwen3-next"), ("moe", "deepseek-v2"), ("moe", "glm4-moe")]
 )
