@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_rig import Cycle
 from reference.draft_cases import load_head
-from reference.exact_heads import MAKERS, disturbed
+from reference.exact_heads import MAKERS, disturbed, exact_masks
 from toy_grammar import ToyGrammar
 
 from draftwing.config.trees import LOOKUP_ALONE, MODEL_ALONE, TreeShape
@@ -34,7 +34,7 @@ CHAIN, TREE, COPIED = TreeShape(4, 1, 5), TreeShape(4, 3, 12), TreeShape(7, 3, 1
 
 class Case:
     def __init__(self, kind, folder, device, harness, count=9, longest=20, tokens=30):
-        make, scale = MAKERS[kind]
+        make, scale = MAKERS.get(kind, (exact_masks, 0.65))
         exact = make()
         self.kind, self.device, self.h = kind, device, harness
         self.head, self.folder = exact.head, folder
@@ -144,6 +144,20 @@ def test_from_graphs(case, shape):
     case.answer(rig)
     # Kernels look up themselves which rows have a temperature; torch's code gets it from the host, so not from graphs.
     assert (None in replays) != rig.executor.ops.draws_by_row
+
+
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+def test_drafts_of_masks_change_no_token(harness, tmp_path, lag):
+    """Of which the first alone is mostly right: chunks, preemption and prefix hits; then with a lookup, in turns."""
+    case = Case("EAGLE3 masks", tmp_path, harness.device, harness)
+    rig = case.rig(TREE, lag=lag, slots=130, chunk=5)
+    case.answer(rig)
+    case.answer(rig)
+    assert rig.sched.retractions > 0 and rig.accept_length > 1.3
+    rig = case.rig(TREE, lag=lag, lookup=SuffixDrafter, policy=Turns(), chunk=5)
+    case.answer(rig)
+    case.answer(rig)
+    assert rig.accept_length > 1.5
 
 
 LOOKAHEAD = {"EAGLE": 1, "NEXTN 2 layers": 2, "NEXTN 3 layers": 3}

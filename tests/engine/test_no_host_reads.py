@@ -39,6 +39,7 @@ pytestmark = pytest.mark.slow
 HEADS = {
     "EAGLE": exact_heads.exact_eagle2,
     "EAGLE3": exact_heads.exact_eagle3,
+    "EAGLE3 masks": exact_heads.exact_masks,
     "DSPARK": exact_heads.exact_dspark,
     "DFLASH": exact_heads.exact_domino,
     "DFLASH2": exact_heads.exact_dflash2,
@@ -121,8 +122,8 @@ PARAMS = {
 @pytest.mark.further(drafter=FURTHER, shape=[PLAIN, SHAPES[1]])
 @pytest.mark.further(drafter=FURTHER, sampling=["greedy", "mixed"])
 @pytest.mark.further(drafter="EAGLE")  # as EAGLE3
-@pytest.mark.further(drafter=["EAGLE3", "DSPARK", "DFLASH", "DFLASH2"], shape=[PLAIN, SHAPES[1]])
-@pytest.mark.further(drafter=["DSPARK", "DFLASH", "DFLASH2", "ngram"], sampling=["greedy", "mixed"])
+@pytest.mark.further(drafter=["EAGLE3", "EAGLE3 masks", "DSPARK", "DFLASH", "DFLASH2"], shape=[PLAIN, SHAPES[1]])
+@pytest.mark.further(drafter=["EAGLE3 masks", "DSPARK", "DFLASH", "DFLASH2", "ngram"], sampling=["greedy", "mixed"])
 @pytest.mark.further(drafter="EAGLE3", sampling="mixed")
 @pytest.mark.further(drafter=None, sampling=["greedy", "mixed"])
 @pytest.mark.further(drafter="ngram", shape=SHAPES[1:])  # the pair has it, and EAGLE3

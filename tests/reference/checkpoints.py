@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 VOCAB = 64
+MASKS = {"pard_token", "ptd_token_id", "mask_token_id"}  # of heads that draft in parallel
 
 
 class Checkpoint(NamedTuple):
@@ -173,7 +174,7 @@ def eagle3_head(
     prefix: "model." for the exports that have it.
     embedding: also stores one of random values, as some exports do, for which the target's must be used.
     changes: config keys, among them norm_before_residual, fc_norm, norm_before_fc, norm_output, target_hidden_size,
-    head_dim, eagle_aux_hidden_state_layer_ids.
+    head_dim, eagle_aux_hidden_state_layer_ids; with that of a mask the head drafts in parallel.
     """
     config = sizes(architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=layers)
     config |= {"max_position_embeddings": 32, "intermediate_size": 40, "draft_vocab_size": rows}
@@ -207,6 +208,8 @@ def eagle3_head(
         tensors["lm_head.weight"] = make.matrix(rows, hidden, 3.0)
         if rows != config["vocab_size"]:
             tensors["d2t"], tensors["t2d"] = draft_vocabulary(config["vocab_size"], rows, seed)
+    if MASKS & set(config):
+        tensors["mask_hidden"] = make.matrix(1, max(aux, 1) * target_hidden, target_hidden**0.5).unsqueeze(0)
     if style == "speculators":
         config = speculators_layout(config)
     return Checkpoint(tensors, config)
@@ -215,12 +218,12 @@ def eagle3_head(
 def speculators_layout(config: dict[str, Any]) -> dict[str, Any]:
     """The same head as the `speculators` library writes it: the layer's config nested, the rest on top."""
     own = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
-           "eagle_aux_hidden_state_layer_ids")  # fmt: skip
+           "eagle_aux_hidden_state_layer_ids", "mask_token_id")  # fmt: skip
     inner = {k: v for k, v in config.items() if k not in (*own, "architectures")}
     proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "speculators_model_type": "peagle" if MASKS & set(config) else "eagle3",
         "speculators_version": "0.1.0",
         "speculators_config": {
             "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal],

@@ -107,4 +107,4 @@ def load_head(
         return load_mtp_head(folder / "target", target, dtype, device, **options)
     # The official files are pickles, third-party ones safetensors.
     path = head.write(folder / "draft", "pytorch_model.bin" if algorithm == "EAGLE" else "model.safetensors")
-    return load_draft_head(path, target, algorithm, dtype, device, **options)
+    return load_draft_head(path, target, algorithm.partition(" ")[0], dtype, device, **options)

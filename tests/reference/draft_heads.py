@@ -247,6 +247,21 @@ def chained(
     return DraftPass(tokens, clean.kv, ids, at, clean.feedback[-1])
 
 
+def masked(
+    tokens: Sequence[int], features: Tensor, embed: Tensor, ids: Tensor,
+    step: Callable[[Tensor, Tensor, Tensor], StepOut], mask: int, feature: Tensor,
+) -> DraftPass:  # fmt: skip
+    """As `chained`, of a head that knows nothing of a path but its length: rows after the newest token's are those of a
+    mask, whose token and feature [1, H] are always the same."""
+
+    def run(more: int) -> StepOut:
+        follow = torch.tensor([*tokens[1:], *[mask] * more])
+        return step(embed[follow], torch.cat((features, feature.expand(more, -1))), torch.arange(len(follow)))
+
+    clean = run(0)
+    return DraftPass(list(tokens), clean.kv, ids, lambda path: run(len(path)).logits[-1], clean.feedback[-1])
+
+
 def own_names(tensors: Tensors) -> dict[str, Tensor]:
     """A head's tensors under one spelling: no `model.` prefix, `layers.0` for `midlayer`, `fc_norm.i` for aux norms."""
     out = {}
@@ -317,17 +332,24 @@ def eagle3(
     eps = c["rms_norm_eps"]
     nested = c.get("eagle_config") or {}
     ran = run_target(target, target_config, tokens[:-1])
-    chosen = [ran.streams[k] for k in streams or aux_boundaries(c, target_config["num_hidden_layers"], convention)]
-    if c.get("fc_norm") or c.get("use_aux_norm"):
-        chosen = [rms_norm(x, w[f"fc_norm.{i}.weight"], eps) for i, x in enumerate(chosen)]
-    aux = torch.cat(chosen, -1)
-    if c.get("norm_before_fc") or nested.get("norm_before_fc"):
-        aux = rms_norm(aux, w["input_norm.weight"], eps)
-    features = ran.hidden if nested.get("use_aux_hidden_state") is False else linear(aux, w, "fc")
+    last_alone = nested.get("use_aux_hidden_state") is False
+
+    def fused(chosen: Sequence[Tensor]) -> Tensor:
+        if c.get("fc_norm") or c.get("use_aux_norm"):
+            chosen = [rms_norm(x, w[f"fc_norm.{i}.weight"], eps) for i, x in enumerate(chosen)]
+        aux = torch.cat(tuple(chosen), -1)
+        if c.get("norm_before_fc") or nested.get("norm_before_fc"):
+            aux = rms_norm(aux, w["input_norm.weight"], eps)
+        return aux if last_alone else linear(aux, w, "fc")
+
+    read = streams or aux_boundaries(c, target_config["num_hidden_layers"], convention)
+    features = fused([ran.hidden] if last_alone else [ran.streams[k] for k in read])
     rows = c.get("draft_vocab_size") or target_config["vocab_size"]
     ids = torch.arange(rows) + w.get("d2t", 0)
     head_weight = w["lm_head.weight"] if "lm_head.weight" in w else lm_head_weight(t)
-    own_embedding = c.get("target_hidden_size") not in (None, c["hidden_size"])
+    masks = "mask_hidden" in w
+    other_size = c.get("target_hidden_size") not in (None, c["hidden_size"])
+    own_embedding = other_size or (masks and "embed_tokens.weight" in w)
     embed = w["embed_tokens.weight"] if own_embedding else t["model.embed_tokens.weight"]
 
     layers = 1 + max(int(name.split(".")[1]) for name in w if name.startswith("layers."))
@@ -349,6 +371,11 @@ def eagle3(
         normed = rms_norm(x, w["norm.weight"], eps)
         return StepOut(normed if c.get("norm_output") else x, normed @ head_weight.T, kvs)
 
+    if masks:
+        mask, *_ = (c[key] for key in ("pard_token", "ptd_token_id", "mask_token_id") if c.get(key) is not None)
+        size = target_config["hidden_size"]
+        feature = fused(w["mask_hidden"].view(-1, size).unsqueeze(1).unbind())
+        return masked(tokens, features, embed, ids, step, mask, feature)
     return chained(tokens, features, embed, ids, step)
 
 

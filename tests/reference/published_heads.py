@@ -58,7 +58,8 @@ def small(config: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_size": HIDDEN, "target_hidden_size": HIDDEN, "intermediate_size": 40, "vocab_size": VOCAB,
         "draft_vocab_size": VOCAB if config.get("draft_vocab_size") == config.get("vocab_size", -1) else DRAFT_VOCAB,
         "truncated_vocab_size": VOCAB, "num_attention_heads": 4, "head_dim": HEAD_DIM, "sliding_window": 4,
-        "swa_window_size": 4, "mask_token_id": 5, "markov_rank": 8, "emb_dim": 8, "gru_hidden_dim": 10,
+        "swa_window_size": 4, "markov_rank": 8, "emb_dim": 8, "gru_hidden_dim": 10,
+        "mask_token_id": 5, "ptd_token_id": 5, "pard_token": 5,
         "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5, "original_max_position_embeddings": 1024,
         "num_key_value_heads": 4 if kv_heads == heads else 1 if kv_heads == 1 else 2,
     }  # fmt: skip
@@ -81,6 +82,8 @@ def written(row: Row) -> tuple[Checkpoint, Checkpoint]:
         tensors = _others(make, row)
     else:
         tensors = _block(make, flat | flat.get("dflash_config", {}), row)
+    if "own embedding" in row.parts:
+        tensors["embed_tokens.weight"] = make.matrix(VOCAB, HIDDEN, HIDDEN**0.5)
     if "embedding" in row.parts:
         tensors["embed_tokens.weight"] = make.matrix(VOCAB, HIDDEN)  # of random values, which nobody may use
     return target, Checkpoint(tensors, config)

@@ -1,5 +1,5 @@
-"""Heads that draft a block, in every published layout, against float64 written from the formats alone: keys and values
-of the text, the trees, and the scores behind them."""
+"""Heads that draft a block, or with masks, in every published layout, against float64 written from the formats alone:
+keys and values of the text, the trees, and the scores behind them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 from reference import draft_heads
 from reference.block_heads import (
-    IDS,
     accepted,
     block_pass,
     dflash2_head,
@@ -23,7 +22,7 @@ from reference.block_heads import (
     dspark_head,
     speculators_head,
 )
-from reference.checkpoints import Checkpoint, llama_target
+from reference.checkpoints import Checkpoint, eagle3_head, llama_target
 
 from draftwing.config.trees import MODEL, PLAIN, TreeShape
 from draftwing.kv.pool import KVPool
@@ -35,6 +34,7 @@ from draftwing.ops.attention.batch import Batch, ChunkSpan
 from draftwing.ops.noise.spec import gumbel
 from draftwing.ops.table import TorchOps
 from draftwing.spec.block_drafter import BlockDrafter
+from draftwing.spec.build import make_model_drafter
 from draftwing.spec.drafter import DraftStep, SeenTokens
 
 CPU = torch.device("cpu")
@@ -50,12 +50,12 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 
 
 class Case(NamedTuple):
-    """A head, and what its config is expected to say."""
+    """A head, and what its config is expected to say. rows: of a block, 0: it drafts with masks."""
 
     algorithm: str
     make: Callable[[], Checkpoint]
-    rows: int
-    from_anchor: bool
+    rows: int = 0
+    from_anchor: bool = False
     windows: tuple[int, int] = (0, 0)
     causal: tuple[bool, bool] = (False, False)
     stored: Callable[[Checkpoint], Checkpoint] = lambda head: head
@@ -88,6 +88,9 @@ CASES = {
     "dflash, causal": Case(
         "DFLASH", lambda: dflash_head(TARGET, dflash_config={"causal": True}), 6, False, (0, 0), (True, True)
     ),
+    "dflash, causal as JetSpec calls it": Case(
+        "DFLASH", lambda: dflash_head(TARGET, dflash_config={"causal_head": True}), 6, False, (0, 0), (True, True)
+    ),
     "dflash, speculators": Case("DFLASH", lambda: speculators_head(TARGET, "dflash"), 5, False),
     "dflash, scaled": Case("DFLASH2", lambda: dflash_head(TARGET, dflash_config=SCALED), 6, False),
     "dspark": Case("DSPARK", lambda: dspark_head(TARGET), 5, True),
@@ -109,11 +112,26 @@ CASES = {
     "domino, from the anchor": Case(
         "DFLASH", lambda: domino_head(TARGET, block_size=5, dflash_config={"shift_label": True}), 5, True
     ),
+    "masks": Case("EAGLE3", lambda: masked_head(layers=2, embedding=True, pard_token=5)),
+    "masks, windows": Case("EAGLE3", lambda: masked_head(layers=2, ptd_token_id=5, **SLIDING)),
+    "masks, speculators": Case(
+        "EAGLE3", lambda: masked_head(style="speculators", norm_before_residual=True, fc_norm=True, mask_token_id=5)
+    ),
+    "masks, last state": Case(
+        "EAGLE3", lambda: masked_head(aux=0, pard_token=5, eagle_config={"use_aux_hidden_state": False})
+    ),
 }
 
 
-CHAINS = "dflash, causal", "dflash2", "dspark, recurrent", "domino, from the anchor"
+def masked_head(**changes: Any) -> Checkpoint:
+    layers = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}  # whose outputs are meant
+    return eagle3_head(TARGET, rows=8, vocab_size=VOCAB, **layers | changes)
+
+
+CHAINS = "dflash, causal", "dflash2", "dspark, recurrent", "domino, from the anchor", "masks"
 OTHERS = [name for name in CASES if name not in CHAINS]
+# tests/models/heads/test_published_heads.py has their numbers.
+OF_HEADS_ALONE = ["dflash, causal as JetSpec calls it", "masks, speculators", "masks, last state"]
 
 
 @pytest.fixture(autouse=True)
@@ -131,12 +149,12 @@ class Rig:
         head = load_draft_head(
             case.stored(self.checkpoint).write(folder / "head"), model, case.algorithm, torch.float32, CPU
         )
-        assert isinstance(head, BlockHead)
+        assert isinstance(head, BlockHead) == bool(case.rows)
         head.pack(ops)
         model.pack(ops)
         count, g = len(texts), torch.Generator().manual_seed(1)
         self.pool = KVPool(head.kv_layers, (count + 1) * LENGTH, torch.float32, CPU)
-        self.drafter = BlockDrafter(head, count + 1, topk, ops)
+        self.drafter: Any = make_model_drafter(head, count + 1, topk, torch.float32, ops)
         self.drafter.attach(ops.attention(self.pool), 0, LENGTH)
         pages = torch.randperm((count + 1) * LENGTH, generator=g).view(count + 1, LENGTH) + 1
         pages[count].zero_()
@@ -152,14 +170,16 @@ class Rig:
             last=tokens.gather(1, kv_len.unsqueeze(1)).squeeze(1), seed=torch.arange(count + 1) + 40,
             top_k=torch.zeros(count + 1, dtype=torch.int64), ban_until=torch.zeros(count + 1, dtype=torch.int64),
             ban_ids=torch.full((count + 1, 1), -1), slots_at=lambda rows, at: self.table.page_table[rows, at].long(),
+            tokens_at=lambda rows, at: self.table.tokens[rows, at].long(),
         )  # fmt: skip
         for row, text in enumerate(texts):
             self._show(row, text)
 
     def _show(self, row: int, text: list[int]) -> None:
         """The text in two chunks, then its last positions again as an accepted path of a step."""
-        streams = draft_heads.run_target(TARGET.tensors, TARGET.config, text[:-1]).streams
-        hidden = torch.cat([streams[i + 1] for i in IDS], 1).float()
+        ran = draft_heads.run_target(TARGET.tensors, TARGET.config, text[:-1])
+        streams = [*ran.streams, ran.hidden]  # the last as `final_aux_layer` has it
+        hidden = torch.cat([streams[i] for i in self.drafter.aux_layers], 1).float()
         length, rows, none = len(text) - 1, torch.tensor([row]), torch.zeros(0, dtype=torch.int64)
         cut = length // 2
         parts = [(0, cut), (cut, length)] if cut else [(0, length)]
@@ -177,7 +197,8 @@ class Rig:
                 path = step.expand(1, len(step), len(step)).contiguous()
                 batch = batch._replace(path=path, path_len=path_len, window=len(step))
             count = None if batch.chunks else torch.tensor([end - start])
-            self.drafter.extend(SeenTokens(self.table, batch, hidden[start:end], at, count, none))
+            follow = torch.tensor(text[start + 1 : end + 1])
+            self.drafter.extend(SeenTokens(self.table, batch, hidden[start:end], follow, count, none))
 
 
 def drawn_noise(seed: int, position: int) -> torch.Tensor:
@@ -190,6 +211,7 @@ def texts(count: int) -> list[list[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.further(name=OF_HEADS_ALONE)
 @pytest.mark.further(shape=TreeShape(1, 3, 4))
 @pytest.mark.further(shape=TreeShape(4, 1, 5), name=OTHERS)
 @pytest.mark.further(ops=TORCH, name=OTHERS)
@@ -203,7 +225,7 @@ def test_trees_are_those_of_the_reference(tmp_path: Path, name: str, shape: Tree
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("mended_interpreter")
-@pytest.mark.parametrize("name", ["dflash, windows", "dflash2", "dspark, gated"])
+@pytest.mark.parametrize("name", ["dflash, windows", "dflash2", "dspark, gated", "masks, windows"])
 def test_trees_of_kernels_for_a_gpu(tmp_path: Path, name: str) -> None:
     """Interpreted where there is no GPU."""
     pytest.importorskip("triton")
@@ -221,13 +243,12 @@ def compare(case: Case, tmp_path: Path, ops: Any, shape: TreeShape, count: int =
     rig = Rig(case, tmp_path, ops, known, shape.topk)
     rows = torch.tensor([row for row in (4, 0, 2, 1, 3) if row < count])
     noisy = torch.tensor([rows.tolist().index(row) for row in NOISY])
-    head = rig.drafter.head
-    assert head.config_of_block.steps == case.rows - (not case.from_anchor)
+    if case.rows:
+        assert rig.drafter.head.config_of_block.steps == case.rows - (not case.from_anchor)
     draft = rig.drafter.propose(DraftStep(rig.table, rows, shape, max(map(len, known)), noisy))
     compared = 0
     for place, row in enumerate(rows.tolist()):
-        args = case.rows, case.from_anchor, case.windows, case.causal
-        expected = block_pass(TARGET, rig.checkpoint, known[row], *args)
+        expected = expected_of(case, rig.checkpoint, known[row])
         at = rig.table.page_table[row, : len(known[row]) - 1]
         for layer, (k, v) in enumerate(expected.kv):
             torch.testing.assert_close(rig.pool.kv[layer][at, :, 0].double(), k, **NEAR)
@@ -242,6 +263,12 @@ def compare(case: Case, tmp_path: Path, ops: Any, shape: TreeShape, count: int =
         logp = torch.tensor(tree.flat_scores[: shape.topk], dtype=torch.float64)
         torch.testing.assert_close(rig.drafter._first.logp[row].double(), logp, **NEAR)
     assert compared >= count - 1
+
+
+def expected_of(case: Case, head: Checkpoint, text: list[int]) -> draft_heads.DraftPass:
+    if not case.rows:
+        return draft_heads.eagle3(*TARGET, *head, text)
+    return block_pass(TARGET, head, text, case.rows, case.from_anchor, case.windows, case.causal)
 
 
 @pytest.mark.slow

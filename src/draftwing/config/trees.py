@@ -64,6 +64,8 @@ TREE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draf
 # Of heads that draft a block, which most of them have room for. Branches are worth their rows where what follows a
 # token depends on it.
 BLOCK, BRANCHED_BLOCK = TreeShape(7, 1, 8), TreeShape(7, 4, 16)
+# What trainers of heads for parallel drafting call the token that stands for those that are not known yet.
+MASK_IDS = ("pard_token", "ptd_token_id", "mask_token_id")
 DEVICES = ("cpu", "cuda")  # classes of devices that a tree is measured for
 STEPS, TOPK, NODES = (1, 256), (1, 64), (2, 512)  # least and most steps, topk and draft tokens
 Given = tuple[int | None, int | None, int | None]  # steps, topk and draft tokens, None where not given
@@ -126,7 +128,8 @@ def _chain(steps: int, nodes: int) -> TreeShape:
 def carried_shape(folder: Path, device: str, default: TreeShape = BLOCK) -> TreeShape | None:
     """Returns the tree that a head's config.json asks for on "cpu" or "cuda": `"draftwing": {"shapes": {"cpu": [3, 1,
     4]}}`, in steps, topk and draft tokens; else the default one of drafters of blocks, cut, where its block has fewer
-    tokens, and a chain without a correction by the tokens above. None where it says nothing, as most do.
+    tokens, and a chain without a correction by the tokens above; of heads for parallel drafting a tree as deep. None
+    where it says nothing, as most do.
 
     Raises ConfigError for shapes that no tree has, of any device.
     """
@@ -149,6 +152,9 @@ def _of_block(config: dict[str, Any], tree: TreeShape) -> TreeShape | None:
     inner = (config.get(name) for name in ("dflash_config", "dspark_config"))
     flat = {key: value for part in (*inner, config) if isinstance(part, dict) for key, value in part.items()}
     rows = flat.get("block_size")
+    parallel = any(flat.get(key) is not None for key in MASK_IDS[:2]) or flat.get("speculators_model_type") == "peagle"
+    if rows is None and parallel:
+        return BRANCHED_BLOCK  # of one pass, too: depth costs little
     if type(rows) is not int or rows < 2:
         return None  # what is wrong with it says who loads the head
     steps = min(tree.depth, rows if from_anchor(flat) else rows - 1)

@@ -18,6 +18,7 @@ from draftwing.layers.linear import Linear
 from draftwing.models.heads.base import MOST_ROWS, DraftHead, DraftLM, FeatureHead, is_large, quantized_copy
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.config import AuxLayerIds
+from draftwing.models.heads.eagle import Eagle3Head
 from draftwing.models.heads.loader import load_assistant, load_draft_head, load_mtp_head
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.heads.swap import HeadSwap
@@ -30,6 +31,7 @@ from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
 from draftwing.spec.model_drafter import AssistantDrafter, HeadDrafter, ModelDrafter
 from draftwing.spec.mtp_drafter import MTPDrafter
 from draftwing.spec.pair_drafter import PairDrafter
+from draftwing.spec.parallel_drafter import ParallelDrafter
 from draftwing.spec.token_map import check_topk
 
 log = logging.getLogger("draftwing")
@@ -228,6 +230,8 @@ def make_model_drafter(head: DraftHead, rows: int, topk: int, dtype: torch.dtype
     """Returns the drafter for any head; arguments as for `ModelDrafter`."""
     if isinstance(head, BlockHead):
         return BlockDrafter(head, rows, topk, ops)
+    if isinstance(head, Eagle3Head) and head.eagle.mask is not None:
+        return ParallelDrafter(head, rows, topk, dtype, ops)
     if head.lookahead <= ModelDrafter.max_lookahead:
         return ModelDrafter(head, rows, topk, dtype, ops)
     assert isinstance(head, MTPHead), "only several MTP layers look further ahead than one token"

@@ -94,6 +94,8 @@ def head_config(head: FeatureHead, dtype: torch.dtype) -> dict[str, Any]:
     keys["target_hidden_size"] = eagle.aux_size
     switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     keys |= {key: True for key in switches if getattr(eagle, key)}
+    if eagle.mask is not None:
+        keys["pard_token"] = eagle.mask
     windows = [mixer.window for mixer in (one.mixer for one in config.layers) if isinstance(mixer, AttentionConfig)]
     if any(windows):
         kinds = ["sliding_attention" if window else "full_attention" for window in windows]

@@ -263,6 +263,8 @@ def trainable(head: Head) -> Head:
         check_trainable(head.target.config, head.config.num_layers)
     if isinstance(head, BlockHead) and head.config_of_block.logit_cap:
         raise ConfigError("a head with final_logit_softcapping cannot be trained")
+    if isinstance(head, Eagle3Head) and head.eagle.mask is not None:
+        raise ConfigError("a head for parallel drafting (P-EAGLE) cannot be trained")
     head.requires_grad_(True)
     for part in (getattr(head, "embed", None), head.head_rows):
         if isinstance(part, Embedding | Linear):

@@ -77,10 +77,10 @@ def test_folders_that_hold_no_head(drafts: SimpleNamespace, target: DecoderModel
     refused(drafts.write(tmp_path / "model", model), target, "EAGLE", "STANDALONE", "fc.weight")
     normed = {**drafts.eagle_weights(), "layers.0.input_layernorm.weight": torch.ones(32)}
     refused(drafts.write(tmp_path / "normed", normed), target, "EAGLE", "no draft head", "fc.weight [32, 64]")
-    parallel = {**drafts.eagle3_weights(), "mask_hidden": torch.ones(32)}
-    refused(drafts.write(tmp_path / "parallel", parallel), target, "EAGLE3", "parallel drafting")
-    other = drafts.write(tmp_path / "peagle", drafts.eagle3_weights("layers.0"), speculators_model_type="peagle")
-    refused(other, target, "EAGLE3", "expected eagle3, dflash, dflash2, dspark, found 'peagle'")
+    parallel = {**drafts.eagle_weights(), "mask_hidden": torch.ones(32)}
+    refused(drafts.write(tmp_path / "parallel", parallel), target, "EAGLE", "an EAGLE head for parallel drafting")
+    other = drafts.write(tmp_path / "independent", drafts.eagle3_weights("layers.0"), speculators_model_type="mlp")
+    refused(other, target, "EAGLE3", "expected eagle3, peagle, dflash, dflash2, dspark, found 'mlp'")
     refused(tmp_path / "nothing", target, "EAGLE", "found neither at")
 
 
@@ -267,7 +267,9 @@ FORMS: dict[str, Form] = {  # keys of a config, tensors beside the plain ones or
     "experts": ({"num_experts": 4}, {"midlayer.mlp.gate.weight": (4, 32)}, "num_experts"),
     "experts that the config hides": ({}, {"midlayer.mlp.experts.0.up_proj.weight": (40, 32)}, "mlp.experts.0.up_proj"),
     "heads for later tokens": ({}, {"parallel_draft_heads.medusa_heads.0.0.linear.weight": (32, 32)}, "medusa_heads"),
-    "drafting in parallel": ({}, {"mask_hidden": (1, 1, 96)}, "mask_hidden"),
+    "drafting in parallel": ({"pard_token": 3}, {"mask_hidden": (1, 1, 96)}, ""),
+    "drafting in parallel, with no token": ({}, {"mask_hidden": (1, 1, 96)}, "pard_token or ptd_token_id"),
+    "drafting in parallel, a mask of another size": ({"ptd_token_id": 3}, {"mask_hidden": (1, 95)}, "mask_hidden"),
     "no norm of embeddings": ({}, {"midlayer.input_layernorm.weight": None}, "midlayer.input_layernorm"),
     "no last norm": ({}, {"norm.weight": None}, "norm.weight"),
     "a norm of its own": ({}, {"output_norm.weight": (32,)}, "output_norm"),

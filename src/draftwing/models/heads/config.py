@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 
-from draftwing.config.trees import from_anchor
+from draftwing.config.trees import MASK_IDS, from_anchor
 from draftwing.errors import CheckpointError
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
@@ -27,10 +27,11 @@ logger = logging.getLogger(__name__)
 AuxLayerIds = Literal["auto", "output", "boundary"]
 Weights = Mapping[str, Tensor]
 
-_SPECULATORS = ("eagle3", "dflash", "dflash2", "dspark")  # of its kinds
+_SPECULATORS = ("eagle3", "peagle", "dflash", "dflash2", "dspark")  # of its kinds
 _INNER = ("eagle_config", "dflash_config", "dspark_config", "model")  # objects whose keys are those of the head
 _BY_WEIGHTS = ("use_qk_norm", "qk_norm")  # perhaps the target's keys; the head's weights tell
 _LAYER = re.compile(r"layers\.(\d+)\.")
+MASK = "mask_hidden"  # of heads for parallel drafting: what stands for the hidden states of the target
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -70,6 +71,8 @@ def draft_config(raw: Mapping[str, Any], weights: Weights) -> ModelConfig:
 
     `bias` speaks of fc in these configs. The rotary base is the draft's own, 10000 where its config has none.
     """
+    if MASK in weights:  # no block, though some of them name the mask as blocks do
+        raw = {key: value for key, value in raw.items() if key not in MASK_IDS}
     later = [int(match[1]) for match in map(_LAYER.match, weights) if match]
     config = config_of_layers(raw, 1 + max(later, default=0))
     first = "midlayer" if any(name.startswith("midlayer.") for name in weights) else "layers.0"
@@ -121,10 +124,11 @@ def eagle3_config(
     else:
         same("hidden_size", aux_size, config.hidden_size)
         aux_layers = (target.final_aux_layer,)
-    own_embedding = aux_size != config.hidden_size
+    mask = _mask(Fields(raw, "config"), vocab) if MASK in weights else None
+    other_size = aux_size != config.hidden_size
     lm_head, draft_vocab = weights.get("lm_head.weight"), raw.get("draft_vocab_size")
     rows = draft_vocab or (vocab if lm_head is None else lm_head.shape[0])
-    if lm_head is None and (rows != vocab or own_embedding):
+    if lm_head is None and (rows != vocab or other_size):
         raise CheckpointError("tensors missing from the checkpoint: lm_head.weight")
     if raw.get("norm_output"):
         logger.info(
@@ -141,13 +145,26 @@ def eagle3_config(
         fused=fused,
         draft_vocab=0 if lm_head is None else rows,
         fc_bias="fc.bias" in weights,
-        own_embedding=own_embedding,
+        # That of a mask is trained with the head; other exports carry the target's, or random values.
+        own_embedding=other_size or (mask is not None and "embed_tokens.weight" in weights),
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         norm_before_fc=norm_before_fc,
         fc_norm=fc_norm,
         norm_output=bool(raw.get("norm_output", False)),
         later_norm="hidden_norm" if second in weights else "input_layernorm",
+        mask=mask,
     )
+
+
+def _mask(fields: Fields, vocab: int) -> int:
+    """Returns the token of the rows that draft further ahead."""
+    named = next((key for key in MASK_IDS if fields.get(key) is not None), None)
+    if named is None:
+        raise CheckpointError(
+            f"config: expected {' or '.join(MASK_IDS)}, the id of the mask beside {MASK}, found none: add the one "
+            "that the head was trained with"
+        )
+    return fields.whole(named, 0, vocab - 1)
 
 
 def resolve_aux_layers(raw: Mapping[str, Any], count: int, layers: int, convention: AuxLayerIds) -> tuple[int, ...]:
@@ -412,7 +429,7 @@ def _reach(fields: Fields, raw: Mapping[str, Any], layers: int) -> tuple[tuple[i
     window = 0
     if any(sliding):
         window = fields.whole("swa_window_size" if raw.get("swa_window_size") else "sliding_window", 2)
-    said = [fields.flag(key) for key in ("is_causal", "causal") if raw.get(key) is not None]
+    said = [fields.flag(key) for key in ("is_causal", "causal", "causal_head") if raw.get(key) is not None]
     by_kind = bool(kinds) and not fields.flag("sliding_window_non_causal")
     causal = tuple(said[0] if said else by_kind and slides for slides in sliding)
     return tuple(window if slides else 0 for slides in sliding), causal

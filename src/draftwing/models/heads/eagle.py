@@ -1,10 +1,11 @@
-"""The draft heads of EAGLE and EAGLE-2 (Li et al. 2024, arXiv 2401.15077 and 2406.16858), and of EAGLE-3 (Li et al.
-2025, arXiv 2503.01840).
+"""The draft heads of EAGLE and EAGLE-2 (Li et al. 2024, arXiv 2401.15077 and 2406.16858), of EAGLE-3 (Li et al. 2025,
+arXiv 2503.01840), and of P-EAGLE, which is EAGLE-3 that drafts several tokens in one pass.
 
 The first continues the sequence of the target's hidden states after the final norm, so the target's own head reads
 tokens from what it gives. The embedding of the next token says which continuation was taken. The feature of EAGLE-3 is
 fused from residual streams of several depths of the target. It is trained on its own outputs rather than to imitate the
-target's states, so it has a final norm and mostly a head of its own, over the more frequent tokens.
+target's states, so it has a final norm and mostly a head of its own, over the more frequent tokens. P-EAGLE's rows
+after the newest token are masks: a token and hidden states, trained with the head, for what is not known yet.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.weight_map import layer_names, named
 from draftwing.ops.attention.attend import Attend
+from draftwing.ops.table import LayerOps
 
 
 class EagleHead(FeatureHead):
@@ -84,6 +86,7 @@ class Eagle3Config:
     norm_before_fc: one norm over all auxiliary hidden states.  fc_norm: one norm per auxiliary layer.  norm_output:
     what is fed back is normed.
     later_norm: name that layers after the first have for the norm before attention.
+    mask: token of rows that draft further ahead in the same pass, None for a head without them.
     """
 
     aux_layers: tuple[int, ...]
@@ -97,6 +100,7 @@ class Eagle3Config:
     fc_norm: bool = False
     norm_output: bool = False
     later_norm: str = "input_layernorm"
+    mask: int | None = None
 
 
 class ChunkNorm(nn.Module):
@@ -163,6 +167,23 @@ class Eagle3Head(FeatureHead):
         if eagle.own_embedding:
             rows = config.vocab_format.of_rows
             self.embed = Embedding(Linear(hidden, config.vocab_size, False, dtype, device, rows))
+        if eagle.mask is not None:
+            self.mask_hidden = nn.Parameter(torch.empty(count * size, dtype=dtype, device=device))
+        self._mask_feature: Tensor | None = None  # once packed
+
+    @torch.no_grad()
+    def pack(self, ops: LayerOps) -> None:
+        super().pack(ops)
+        if self.eagle.mask is not None:
+            self._mask_feature = self.mask_feature()
+
+    def packed_tensors(self) -> list[Tensor]:
+        return super().packed_tensors() + ([] if self._mask_feature is None else [self._mask_feature])
+
+    def mask_feature(self) -> Tensor:
+        """Returns the feature of a row of a mask, [1, hidden]."""
+        made = self._mask_feature
+        return self.features(self.mask_hidden.unsqueeze(0)) if made is None else made
 
     def features(self, aux_hidden: Tensor) -> Tensor:
         """aux_hidden [M, len(aux_layers) * hidden of the target] -> [M, hidden]"""
@@ -211,6 +232,8 @@ class Eagle3Head(FeatureHead):
                 table[f"fc_norm.{i}.weight"] = ParamSlice("fc_norm.weight", i * eagle.aux_size, eagle.aux_size)
         if eagle.own_embedding:
             table |= named(config.vocab_format.of_rows, "embed_tokens", "embed.table", 0, config.vocab_size)
+        if eagle.mask is not None:
+            table["mask_hidden"] = ParamSlice("mask_hidden", 0, len(eagle.aux_layers) * eagle.aux_size)
         first = first_layer_name(config.num_layers)
         table |= layer_names(config, first, "fusion", ranks=self.ranks)
         table[f"{first}.hidden_norm.weight"] = ParamSlice("fusion.hidden_norm.weight", 0, hidden)

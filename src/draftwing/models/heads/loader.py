@@ -39,6 +39,7 @@ from draftwing.models.heads.assistant import AssistantHead, ClusterConfig, of_ke
 from draftwing.models.heads.base import FeatureHead
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.config import (
+    MASK,
     AuxLayerIds,
     Weights,
     block_config,
@@ -214,8 +215,6 @@ def head_kind(weights: Weights, path: Path, target: ModelConfig) -> Kind:
             f"{path} holds an assistant, which reads the target's keys and values: expected "
             "--speculative-algorithm FROZEN_KV_MTP"
         )
-    if "mask_hidden" in weights:
-        raise CheckpointError(f"{path} holds a head for parallel drafting (mask_hidden), which is not supported")
     if {"fc.weight", "hidden_norm.weight"} <= set(weights):
         if any(name.startswith("markov_head.") for name in weights):
             return "dspark"
@@ -226,6 +225,11 @@ def head_kind(weights: Weights, path: Path, target: ModelConfig) -> Kind:
         return "eagle3"
     fc = weights.get("fc.weight")
     if fc is not None and fc.dim() == 2 and fc.shape[1] == 2 * fc.shape[0] and _FIRST_NORM not in weights:
+        if MASK in weights:
+            raise CheckpointError(
+                f"{path} holds an EAGLE head for parallel drafting ({MASK}), which is not supported: expected one of "
+                "EAGLE-3's kind (P-EAGLE)"
+            )
         return "eagle"
     hint = "" if fc is not None else ", or --speculative-algorithm STANDALONE for a language model"
     first = sorted(weights, key=lambda name: (name != "fc.weight", name))[:4]
@@ -261,6 +265,8 @@ def _fill_from_own(head: FeatureHead, weights: Weights, device: torch.device | s
     first = first_layer_name(head.config.num_layers) if isinstance(head, Eagle3Head) else "layers.0"
     tensors = {re.sub(r"^(midlayer|layers\.0)\.", f"{first}.", name): tensor for name, tensor in weights.items()}
     offsets, kept, names = tensors.pop("d2t", None), tensors.pop("t2d", None), set(head.names())
+    if MASK in tensors:  # some have an axis for the batch and one for the text
+        tensors[MASK] = tensors[MASK].flatten()
     shared = {"embed_tokens.weight", "lm_head.weight"} - names
     if isinstance(head, BlockHead | Eagle3Head):
         strange = [name for name in set(tensors) - names - shared if not _HARMLESS.search(name)]
