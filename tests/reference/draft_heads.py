@@ -123,6 +123,8 @@ def attention(x: Tensor, positions: Tensor, tensors: Tensors, name: str, config:
     kinds = config.get("layer_types")
     if kinds and kinds[int(name.split("layers.")[1].split(".")[0])] == "sliding_attention":
         past &= positions[:, None] - positions < config["sliding_window"]
+    if "known" in config:
+        past &= positions[:, None] - positions < config["known"]
     weights = scores.masked_fill(~past, -math.inf).softmax(-1)
     mixed = torch.einsum("hqk,khd->qhd", weights, values).reshape(len(x), heads * head_dim)
     return linear(mixed, tensors, f"{name}.o_proj"), (k, v)
@@ -280,6 +282,7 @@ def eagle2(
 ) -> DraftPass:  # fmt: skip
     """EAGLE-1/2: z = fc([e; f]), one layer without an input norm, the target's head on its output without a norm."""
     w, t = own_names(cast(head, torch.float64)), cast(target, torch.float64)
+    config = near(config, target_config)
     features = run_target(target, target_config, tokens[:-1]).hidden
     # All of the target's ids, or the map's without duplicates.
     ids = torch.tensor(list(dict.fromkeys(token_map or range(target_config["vocab_size"]))))
@@ -293,6 +296,12 @@ def eagle2(
         return StepOut(x, x @ lm_head_weight(t)[ids].T, kvs)
 
     return chained(tokens, features, t["model.embed_tokens.weight"], ids, step)
+
+
+def near(config: Config, target: Config) -> Config:
+    """With how far layers of a head see that knows fewer positions than the target."""
+    known = config.get("max_position_embeddings")
+    return {**config, "known": known} if known is not None and known < target["max_position_embeddings"] else config
 
 
 def flat_config(config: Config) -> dict[str, Any]:
@@ -328,7 +337,8 @@ def eagle3(
 
     streams: residual streams that it reads, where these are known.
     """
-    w, t, c = own_names(cast(head, torch.float64)), cast(target, torch.float64), flat_config(config)
+    w, t = own_names(cast(head, torch.float64)), cast(target, torch.float64)
+    c = near(flat_config(config), target_config)
     eps = c["rms_norm_eps"]
     nested = c.get("eagle_config") or {}
     ran = run_target(target, target_config, tokens[:-1])

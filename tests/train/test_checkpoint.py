@@ -30,6 +30,7 @@ from draftwing.train.heads import (
     new_block_head,
     new_eagle3_head,
     new_eagle_head,
+    new_head,
     new_mtp_head,
 )
 from draftwing.train.ttt import unroll
@@ -248,6 +249,10 @@ def test_a_head_of_other_layers_and_width(tmp_path):
     loaded = load_draft_head(save_head(head, tmp_path / "h"), target, "EAGLE3", torch.float32, "cpu")
     assert loaded.aux_layers == (1, 6) and loaded.config.layers[0].ffn == 20 and loaded.target_ids is None
     assert not {"d2t", "t2d"} & set(stored(tmp_path / "h")) and loaded.vocab == V
+    for longest, window in ((100, 100), (256, 0)):  # tokens of a text in training; the target has 256 positions
+        head = new_head("eagle3", target, None, (1, 6), 20, 0, longest)
+        short = load_draft_head(save_head(head, tmp_path / f"{longest}"), target, "EAGLE3", torch.float32, "cpu")
+        assert short.config.layers[0].mixer.window == window
     with pytest.raises(ConfigError, match="taken for others"):
         new_eagle3_head(target, None, aux_layers=(3, 4, 5))
     for ids in (torch.tensor([3, 3]), torch.tensor([5, 2]), torch.tensor([1, V])):

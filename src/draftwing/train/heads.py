@@ -52,13 +52,16 @@ TRAINED = torch.float32  # what parameters are kept in
 
 
 def new_eagle3_head(
-    target: DecoderModel, target_ids: Tensor | None, aux_layers: Sequence[int] = (), ffn_size: int = 0, seed: int = 0
-) -> Eagle3Head:
+    target: DecoderModel, target_ids: Tensor | None, aux_layers: Sequence[int] = (), ffn_size: int = 0, seed: int = 0,
+    longest: int = 0,
+) -> Eagle3Head:  # fmt: skip
     """Returns an untrained EAGLE-3 head of one layer of the target's sizes, on the device of the target's embedding.
 
     target_ids [Vd] int64, ascending: the target's tokens that it can draft, None for all.
     aux_layers: residual streams of the target as `DecoderModel.forward` numbers them; none given: `eagle3_aux_layers`.
     ffn_size: width of its MLP, 0 for the target's.
+    longest: tokens of a text that it learns from. Its attention sees no further, for it would not know what to make of
+    it; 0: it sees all.
 
     Its lm_head and final norm start as the target's, and its layer as the target's last one, fed with the last of the
     auxiliary hidden states.
@@ -66,7 +69,7 @@ def new_eagle3_head(
     Raises ConfigError for auxiliary hidden states that its config could not name, and for ids that are no ascending ids
     of the target.
     """
-    config = _layer_config(target.config, ffn_size)
+    config = _layer_config(target.config, ffn_size, window=longest if longest < target.config.max_positions else 0)
     aux_layers = tuple(aux_layers) or eagle3_aux_layers(target.config.num_layers)
     aux_layer_ids(aux_layers, target.config.num_layers)
     rows = _checked_count(target_ids, config.vocab_size) or config.vocab_size
@@ -173,12 +176,13 @@ def _start_as_dflash(head: BlockHead) -> None:
 
 
 def new_head(
-    kind: str, target: DecoderModel, target_ids: Tensor | None, aux_layers: Sequence[int], ffn_size: int, seed: int
-) -> EagleHead | Eagle3Head | MTPHead:
+    kind: str, target: DecoderModel, target_ids: Tensor | None, aux_layers: Sequence[int], ffn_size: int, seed: int,
+    longest: int = 0,
+) -> EagleHead | Eagle3Head | MTPHead:  # fmt: skip
     """Returns an untrained head of a kind (`DrafterSpec.heads`) that drafts one token after the other; each takes of
     these what it can use."""
     if kind == "eagle3":
-        return new_eagle3_head(target, target_ids, aux_layers, ffn_size, seed)
+        return new_eagle3_head(target, target_ids, aux_layers, ffn_size, seed, longest)
     if kind == "eagle":
         return new_eagle_head(target, ffn_size, seed=seed)
     return new_mtp_head(target, seed)

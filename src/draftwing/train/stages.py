@@ -368,7 +368,8 @@ class Stages:
             block = fresh_block(settings, self.aux_layers, tokens, self.config.vocab_size, self.config.hidden_size)
             layers, width = settings.draft_layers, settings.ffn_size
             return heads.new_block_head(target, block, ids, layers, width, settings.seed)
-        return heads.new_head(settings.drafter.heads[0], target, ids, self.aux_layers, settings.ffn_size, settings.seed)
+        kind, size, longest = settings.drafter.heads[0], settings.ffn_size, settings.max_length
+        return heads.new_head(kind, target, ids, self.aux_layers, size, settings.seed, longest)
 
     def _target_ids(self, tokens: Sequence[Tokens]) -> Tensor | None:
         vocab = self.config.vocab_size

@@ -307,6 +307,23 @@ def test_a_form_of_eagle3_is_served_or_refused_by_name(
     assert stored(again).keys() == stored(head).keys()
 
 
+@pytest.mark.parametrize("known", [16, 64, ...])
+def test_a_head_sees_no_further_than_the_positions_that_it_knows(
+    drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, known: Any
+) -> None:
+    """The target has 64. What a config does not say is not known."""
+    caplog.set_level(logging.INFO)
+    for name, weights in (("EAGLE", drafts.eagle_weights()), ("EAGLE3", drafts.eagle3_weights())):
+        folder = drafts.write(tmp_path / name, weights, max_position_embeddings=known)
+        found = [layer.mixer.window for layer in load(folder, target, name).config.layers]
+        assert found == [16 if known == 16 else 0]
+    wide = {"sliding_window": 40, "layer_types": ["sliding_attention"], "max_position_embeddings": known}
+    head = load(drafts.write(tmp_path / "wide", drafts.eagle3_weights(), **wide), target)
+    assert [layer.mixer.window for layer in head.config.layers] == [16 if known == 16 else 40]
+    said = "knows 16 positions, and is used up to 64: its own attention sees the last 16"
+    assert (said in caplog.text) == (known == 16)
+
+
 # ---- what is said ----------------------------------------------------------------------------------------------------
 
 

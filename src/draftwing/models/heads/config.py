@@ -13,6 +13,8 @@ from torch import Tensor
 
 from draftwing.config.trees import MASK_IDS, from_anchor
 from draftwing.errors import CheckpointError
+from draftwing.layers.attention import AttentionConfig
+from draftwing.layers.config import MixerConfig
 from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.families import PLAIN_FAMILY
@@ -88,6 +90,20 @@ def draft_config(raw: Mapping[str, Any], weights: Weights) -> ModelConfig:
         kinds = Fields(raw, "config").texts("layer_types")[: config.num_layers]  # perhaps those of the target
         windows = list(_reach(Fields({**raw, "layer_types": kinds}, "config"), raw, config.num_layers)[0])
     return replace(config, layers=tuple(replace(layer, mixer=replace(attention, window=window)) for window in windows))
+
+
+def within_known(config: ModelConfig, raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:
+    """Returns the config with layers that see no further back than the positions that the head knows, where the target
+    has more: what it makes of distances that it was not trained on costs drafts (docs/dev/block_heads.md)."""
+    known = config.max_positions
+    if known >= target.max_positions or raw.get("max_position_embeddings") is None:
+        return config
+
+    def near(mixer: MixerConfig) -> MixerConfig:
+        assert isinstance(mixer, AttentionConfig)
+        return replace(mixer, window=min(mixer.window or known, known))
+
+    return replace(config, layers=tuple(replace(layer, mixer=near(layer.mixer)) for layer in config.layers))
 
 
 def config_of_layers(raw: Mapping[str, Any], layers: int) -> ModelConfig:

@@ -49,6 +49,7 @@ from draftwing.models.heads.config import (
     eagle3_config,
     read_config,
     same,
+    within_known,
 )
 from draftwing.models.heads.eagle import Eagle3Head, EagleHead, first_layer_name
 from draftwing.models.heads.gguf_heads import gguf_weights
@@ -152,6 +153,8 @@ def load_draft_head(
         raw = read_config(path)
         config = replace(draft_config(raw, weights), weight_format=weight_format, vocab_format=weight_format)
         check_target(config, raw, target, kind == "eagle3")
+        if kind in ("eagle", "eagle3"):
+            config = within_known(config, raw, target.config)
         if kind in ("dflash", "dflash2", "dspark"):
             head = BlockHead(config, block_config(config, raw, weights, target), target, dtype, "meta")
         elif kind == "eagle3":
@@ -357,7 +360,14 @@ def _warn_of_changes(
         names = (str(one).removeprefix("torch.") for one in (stored, dtype))
         logger.warning("the draft model is stored in %s and cast to %s", *names)
     positions = min(context_length or target.config.max_positions, target.config.max_positions)
-    if config.max_positions < positions:
+    if config.max_positions >= positions:
+        return
+    if any(window := getattr(layer.mixer, "window", 0) for layer in config.layers):
+        logger.info(
+            "the draft model knows %d positions, and is used up to %d: its own attention sees the last %d",
+            config.max_positions, positions, window,
+        )  # fmt: skip
+    else:
         logger.warning(
             "the draft model's limit of %d positions is raised to %d: fewer drafts may be accepted beyond it",
             config.max_positions,
