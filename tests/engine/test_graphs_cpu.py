@@ -1,5 +1,7 @@
 """Steps that are replayed on a CPU give what they give when they run as they are written."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from decoder_configs import decoder_config
@@ -9,6 +11,7 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.graphs import Key, RecordedStages
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.config import BlockConfig
+from draftwing.models.heads.eagle import Eagle3Head
 from draftwing.ops import make_ops
 from draftwing.ops.attention.cpu import NativeAttention
 from draftwing.ops.cpu.extension import load_extension
@@ -109,6 +112,7 @@ HEADS = {
     "EAGLE3+NGRAM": (1, 2),
     "EAGLE3, a layer twice": (1, 2, 1),
     "EAGLE3, from the norm": (1, 2),
+    "EAGLE3, masks": (1, 2),
     "EAGLE": (),
     "DSPARK": (1, 2),
     "DSPARK+NGRAM": (1, 2),
@@ -146,10 +150,16 @@ def block_head(model, kind, seed):
     return head
 
 
+def with_masks(head):
+    masked = Eagle3Head(head.config, replace(head.eagle, mask=63), head.target, torch.float32, "cpu")
+    masked.load_state_dict(head.state_dict() | {"mask_hidden": torch.linspace(-1, 1, 256)})
+    return masked
+
+
 @pytest.mark.slow
 @pytest.mark.further(seeded=True, kind=[kind for kind in HEADS if kind not in ("EAGLE3", "DSPARK", "DSPARK+NGRAM")])
 @pytest.mark.further(seeded=False, kind=["EAGLE3", "DSPARK", "DSPARK+NGRAM"])  # half of what is mixed is greedy
-@pytest.mark.further(kind="EAGLE3+NGRAM")
+@pytest.mark.further(kind=["EAGLE3+NGRAM", "EAGLE3, a layer twice"])
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "mixed"])
 def test_heads_draft_the_same(harness, case, kind, seeded):
@@ -172,6 +182,8 @@ def test_heads_draft_the_same(harness, case, kind, seeded):
             else:
                 head = new_eagle3_head(model, None, HEADS[kind], 192, seed)
                 head.fusion.from_normed = "norm" in kind
+                if "masks" in kind:
+                    head = with_masks(head)
             head = head.to(torch.bfloat16).eval().requires_grad_(False)
             head.pack(make_ops(torch.device("cpu")))
             ops = make_ops(torch.device("cpu"))
