@@ -238,7 +238,7 @@ class Rig:
         dev = fake_device or pick_device(device)
         layers = model.kv_layers
         dtype = next(model.parameters()).dtype
-        image_token = -1 if model.config.tower is None else model.config.tower.token
+        image_token = model.config.image_token
         if drafter == "oracle":
             drafter = OracleDrafter(book.to(dev.device), miss)
         elif drafter == "ngram":

@@ -189,6 +189,7 @@ KINDS: dict[str, Kind] = {
         },
     ),
 }
+FEW = ("qwen3.5", "gemma3")  # one with states of rows, one with mutual images: for what is the scheduler's
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for p in m['content'] %}{% if p['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"

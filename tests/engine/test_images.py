@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_rig import Cycle, Rig, greedy, make_book, seeded, spread, spread_rig
-from image_models import KINDS, PAD, encoded, loaded, picture, write_model
+from image_models import FEW, KINDS, PAD, encoded, loaded, picture, write_model
 from image_models import greedy as transformers_greedy
 from image_models import logits as transformers_logits
 from toy_grammar import ToyGrammar
@@ -24,6 +24,7 @@ from draftwing.requests.request import LogprobParams
 TOKENS = 30
 TREE = TreeShape(4, 3, 11)
 CHAIN = TreeShape(4, 1, 5)
+OTHERS = [kind for kind in KINDS if kind not in FEW]
 # Sizes of the pictures of each prompt, with a seed: two requests have the same picture, two the same text.
 SHOWN: list[list[tuple[int, int, int]]] = [
     [(40, 30, 0)], [], [(30, 40, 1), (64, 16, 2)], [(40, 30, 0)], [(40, 30, 3)], [(8, 8, 4)],
@@ -97,12 +98,16 @@ def test_log_probabilities_of_prompts_are_transformers(case: Any) -> None:
     assert found == pytest.approx(expected.tolist(), abs=1e-4, rel=1e-4)
 
 
+@pytest.mark.further(case=OTHERS, chunk=[1, 64])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_disturbed_drafts_and_chunks_that_begin_inside_images(case: Any, chunk: int) -> None:
     rig, _ = answer(case, shapes=(TREE,), miss=2, chunk=chunk)
     assert rig.accept_length > 1.5
 
 
+@pytest.mark.further(case=OTHERS)
+@pytest.mark.further(case="gemma3", drafter="suffix")
+@pytest.mark.further(case="qwen3.5", drafter="ngram")
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
 def test_lookups(case: Any, drafter: str) -> None:
     """Which never propose what stands for images, though an answer of each request says what comes before one."""
@@ -122,6 +127,28 @@ def test_lookups(case: Any, drafter: str) -> None:
     assert len(proposed) > 30 and not (proposed == PAD).any()
 
 
+@pytest.mark.further(case=OTHERS)
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_predictions(case: Any, drafter: str | None) -> None:
+    """Which may hold what stands for images, as a client writes them; it is proposed of none."""
+    _, _, prompts, params, expected = case
+    rig, drafts = drafting(case, policy=Cycle(CHAIN), drafter=drafter), []
+    adjust = rig.executor._features.adjust
+
+    def kept(*args: Any) -> Any:
+        drafts.append(adjust(*args))
+        return drafts[-1]
+
+    rig.executor._features.adjust = kept  # type: ignore[method-assign]
+    for i, ((ids, images), param) in enumerate(zip(prompts, params, strict=True)):
+        guess = [each for token in expected.tokens[str(i)] for each in (token, PAD)]
+        rig.submit(str(i), ids, param, images=images, prediction=tuple(guess))
+    assert rig.run().tokens == expected.tokens and rig.accept_length > 2
+    proposed = torch.cat([draft.tokens[:, 1:][draft.alive[:, 1:]] for draft in drafts])
+    assert len(proposed) > 30 and not (proposed == PAD).any()
+
+
+@pytest.mark.further(case=["gemma4-mutual", "smolvlm"])
 def test_beside_rows_that_decode(case: Any) -> None:
     if case[0] == "qwen3.5":
         pytest.skip("layers with states of rows have prompts and rows take turns")
@@ -130,6 +157,7 @@ def test_beside_rows_that_decode(case: Any) -> None:
     assert rig.stats.mixed > 2
 
 
+@pytest.mark.further(case=OTHERS)
 def test_preemption(case: Any) -> None:
     rig, _ = answer(case, shapes=(TREE,), slots=100, chunk=8)
     assert rig.sched.retractions >= 1
@@ -167,6 +195,8 @@ def gaps_of(events: list[str]) -> set[str]:
     return {gap.strip() for gap in text.replace("mixed", "step").split("step")[1:-1]}
 
 
+@pytest.mark.further(case="gemma4-mutual")
+@pytest.mark.further(case=[kind for kind in KINDS if kind != "qwen3.5"], lag=0)
 @pytest.mark.further(lag=0, mixed=True)
 @pytest.mark.further(lag=1, mixed=False)
 @pytest.mark.parametrize("mixed", [False, True])
@@ -196,6 +226,7 @@ def test_the_tower_runs_in_pieces_between_steps(case: Any, lag: int, mixed: bool
     assert gaps_of(events) == {"", "piece layer"} | (set() if beside else {"chunk"})
 
 
+@pytest.mark.further(case=OTHERS)
 def test_a_piece_is_as_long_as_a_part_of_a_prompt(case: Any) -> None:
     """So a long part has all of a small image with it, and nobody waits for a turn more."""
     _, model, prompts, _, _ = case
@@ -212,6 +243,7 @@ def test_a_piece_is_as_long_as_a_part_of_a_prompt(case: Any) -> None:
     assert features is not None and pieces == [features.runs * (features._tower.config.depth + 1), 0]
 
 
+@pytest.mark.further(case=OTHERS)
 def test_pieces_and_prompts_of_others_take_turns(case: Any) -> None:
     """Between steps of who decodes all along. One whose picture is begun is aborted, and another one sends it again."""
     _, model, prompts, _, _ = case
@@ -238,6 +270,7 @@ def test_pieces_and_prompts_of_others_take_turns(case: Any) -> None:
     assert "piece layer step chunk step piece" in " ".join(events)
 
 
+@pytest.mark.further(case=OTHERS)
 def test_a_picture_of_nobody_who_waits_is_read_in_turns_too(case: Any) -> None:
     """So whoever comes meanwhile is served between two pieces."""
     _, model, prompts, _, expected = case
@@ -255,6 +288,7 @@ def test_a_picture_of_nobody_who_waits_is_read_in_turns_too(case: Any) -> None:
     assert "chunk" in events[joined[0] : joined[0] + 6]
 
 
+@pytest.mark.further(case=OTHERS)
 def test_prefix_hits(case: Any) -> None:
     """The same pictures are found again, and their features are not made again; other pictures never match."""
     _, model, prompts, params, expected = case
@@ -270,6 +304,7 @@ def test_prefix_hits(case: Any) -> None:
     assert sum(cached) > 0 and (case[0] == "qwen3.5" or cached == [len(ids) - 1 for ids, _ in prompts])
 
 
+@pytest.mark.further(case=OTHERS)
 def test_another_picture_of_the_same_size_matches_the_text_before_it_alone(case: Any) -> None:
     _, model, prompts, _, _ = case
     (ids, images), (_, others) = prompts[0], prompts[4]
@@ -282,6 +317,7 @@ def test_another_picture_of_the_same_size_matches_the_text_before_it_alone(case:
     assert found.final["0"].meta["cached_tokens"] <= images[0].start
 
 
+@pytest.mark.further(case=OTHERS)
 def test_features_that_have_no_room_are_made_again(case: Any) -> None:
     _, model, prompts, params, expected = case
     rig = Rig(model, rows=2, radix=False)
@@ -293,6 +329,7 @@ def test_features_that_have_no_room_are_made_again(case: Any) -> None:
     assert images.runs > 8 and len(images._known) == 1
 
 
+@pytest.mark.further(case=OTHERS)
 def test_clients_do_not_share_features(case: Any) -> None:
     """Or the time of an answer would say who else has sent a picture."""
     _, model, prompts, *_ = case
@@ -306,6 +343,7 @@ def test_clients_do_not_share_features(case: Any) -> None:
     assert runs == [len(images), 2 * len(images), 2 * len(images)]
 
 
+@pytest.mark.further(case=OTHERS)
 def test_several_answers_and_aborts(case: Any) -> None:
     _, model, prompts, _, _ = case
     ids, images = prompts[2]
@@ -323,6 +361,7 @@ def test_several_answers_and_aborts(case: Any) -> None:
     assert len({tuple(tokens) for tokens in alone.tokens.values()}) > 1
 
 
+@pytest.mark.further(case=[kind for kind in KINDS if kind != "qwen3.5"])
 def test_grammars(case: Any) -> None:
     """Half of the requests are held to one; with drafts and without the texts are the same."""
     _, model, prompts, params, expected = case
@@ -336,6 +375,7 @@ def test_grammars(case: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.further(case=[kind for kind in KINDS if kind != "qwen3.5"])
 def test_two_ranks(case: Any, tmp_path: Path) -> None:
     """Each has the whole tower, and the same features."""
     kind, _, prompts, params, _ = case

@@ -12,7 +12,7 @@ import pytest
 import random_load
 import torch
 from engine_rig import Rig, spread, spread_rig, tiny_model
-from image_models import KINDS, PAD, TEXT, encoded, loaded, picture, write_model
+from image_models import FEW, KINDS, PAD, TEXT, encoded, loaded, picture, write_model
 from random_load import DRAFTERS, Shown
 
 from draftwing.images.processing import Tile
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 ONE = SimpleNamespace(**{name: getattr(engine_rig, name) for name in ("VOCAB", "CONTEXT", "greedy", "seeded")})
 ONE.Rig, ONE.make_book = Rig, engine_rig.make_book
 TWO = SimpleNamespace(**{**vars(ONE), "Rig": spread_rig, "one_rank": Rig})
-FEW = ("qwen3.5", "gemma3")  # kinds that tests of many engines keep to: one with states of rows, one with mutual images
+OTHERS = [kind for kind in KINDS if kind not in FEW]
 
 
 def shown_to(processor: Any) -> Shown:
@@ -84,6 +84,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.slow
+@pytest.mark.further(folder="gemma4-mutual")
 @pytest.mark.further(seed=[*range(1, 150)])
 @pytest.mark.parametrize("seed", range(150))
 def test_text_is_that_of_each_alone(folder: Path, seed: int) -> None:
@@ -92,7 +93,9 @@ def test_text_is_that_of_each_alone(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.further(folder=[kind for kind in KINDS if kind not in FEW])
+@pytest.mark.further(folder=OTHERS)
+@pytest.mark.further(folder="qwen3.5", kind=["EAGLE", "EAGLE3", "DFLASH"])
+@pytest.mark.further(folder="gemma3", kind=["EAGLE", "NEXTN"])
 @pytest.mark.further(seed=[*range(1, 25)])
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3", "NEXTN", "DFLASH"])
 @pytest.mark.parametrize("seed", range(25))
@@ -103,6 +106,7 @@ def test_heads_that_read_hidden_states(folder: Path, kind: str, seed: int) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.further(folder=[kind for kind in KINDS if kind != "qwen3.5"])
 @pytest.mark.further(seed=[*range(1, 30)])
 @pytest.mark.parametrize("seed", range(30))
 def test_several_answers(folder: Path, seed: int) -> None:
@@ -111,7 +115,7 @@ def test_several_answers(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.further(folder=[kind for kind in KINDS if kind not in FEW])
+@pytest.mark.further(folder=[kind for kind in KINDS if kind != "gemma3"])
 @pytest.mark.further(n=1)
 @pytest.mark.further(seed=[*range(1, 30)])
 @pytest.mark.parametrize("n", [1, 3])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoder_configs import decoder_config
 from group_ops import GroupTorchOps
 from thread_ranks import meet
 
@@ -37,7 +38,11 @@ def test_a_vocabulary_that_lookups_cannot_pack(build: Any, name: str, most: int)
 @pytest.mark.parametrize(("build", "name"), [(ngram, "NGRAM"), (suffix, "SUFFIX")])
 def test_lookups_know_what_stands_for_images(build: Any, name: str, tower: TowerConfig | None, token: int) -> None:
     cpu = torch.device("cpu")
-    target: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=9, tower=tower), ranks=ALONE)
+    config = decoder_config(
+        1, hidden_size=64, num_heads=1, num_kv_heads=1, head_dim=64, ffn_size=64, vocab_size=9, max_positions=64,
+        tower=tower,
+    )  # fmt: skip
+    target: Any = SimpleNamespace(config=config, ranks=ALONE)
     options, ops = Options(speculative_algorithm=name), TorchOps(cpu)
     shape, path = TreeShape(2, 2, 4), Path()
     context = DraftContext(options, target, shape, 2, torch.float32, cpu, ops, path, None, lambda path: target)

@@ -18,6 +18,7 @@ from draftwing.ops.types import Draft
 from draftwing.spec.prediction import LEVEL, WINDOW, PredictedOutput, limit
 
 LENGTH = 200
+IMAGE = 77
 
 
 class Slots(NamedTuple):
@@ -30,6 +31,10 @@ def slots_of(histories: list[list[int]]) -> Slots:
     for r, history in enumerate(histories):
         tokens[r, : len(history)] = torch.tensor(history)
     return Slots(tokens, torch.tensor([len(h) - 1 for h in histories]))
+
+
+def with_images(ids: list[int], rng: random.Random) -> list[int]:
+    return [each for token in ids for each in (token, *[IMAGE] * rng.choice((0, 0, 0, 1, 5)))]
 
 
 def merged(predicted: PredictedOutput, inner: Draft, *args: Any) -> Draft:
@@ -83,19 +88,20 @@ def chain_of(draft: Draft, b: int, others: int = 0) -> list[int]:
 
 
 def test_random_predictions_step_by_step() -> None:
-    """Few tokens, so that most suffixes occur often; rows without a prediction keep their own draft, of one node."""
+    """Few tokens, so that most suffixes occur often; rows without a prediction keep their own draft, of one node. What
+    stands for images is left out."""
     rng = random.Random(0)
     found = missed = steady = kept = 0
     for _ in range(15):
         shape = TreeShape(rng.randint(1, 6), 2, rng.randint(2, 9))
         vocab = rng.choice([1, 2, 4, 40])  # 1: every place matches alike
         histories = [[rng.randrange(vocab) for _ in range(rng.randint(1, 12))] for _ in range(5)]
-        predicted = PredictedOutput(5, 64, torch.device("cpu"))
+        predicted = PredictedOutput(5, 64, torch.device("cpu"), image_token=IMAGE)
         followers: dict[int, Follower] = {}
         for row in (0, 2, 3):
             ids = [rng.randrange(vocab) for _ in range(rng.randint(1, 40))]
             predicted.write(row, [9] * rng.randint(1, 60), 1)
-            predicted.write(row, ids, len(histories[row]))
+            predicted.write(row, with_images(ids, rng), len(histories[row]))
             followers[row] = Follower(ids, len(histories[row]))
         rows, which = torch.tensor([3, 1, 0, 4, 2]), torch.tensor([4, 0, 2])
         bound = predicted.longest([0, 2, 3])
@@ -165,6 +171,9 @@ def test_nothing_to_do() -> None:
     assert predicted.confidence(slots, row, predicted.longest([0])).tolist() == [0]
     predicted.write(0, range(9), 1)
     assert predicted.longest([0]) == 4 and predicted.tokens.shape == (1, 4)
+    predicted = PredictedOutput(1, 4, torch.device("cpu"), image_token=IMAGE)
+    predicted.write(0, [IMAGE] * 3, 1)
+    assert predicted.longest([0]) == 0
 
 
 @pytest.mark.slow

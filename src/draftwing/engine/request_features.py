@@ -65,7 +65,9 @@ class RequestFeatures:
         rows, vocab = table.rows + 1, model.config.vocab_size
         self.edits = EditTable(rows, vocab, device.device, device.upload)
         self.budgets = BudgetTable(rows, device.device, device.upload)
-        self.predicted = PredictedOutput(rows, min(table.length, MAX_PREDICTED), device.device, device.upload)
+        self.predicted = PredictedOutput(
+            rows, min(table.length, MAX_PREDICTED), device.device, device.upload, model.config.image_token
+        )
         self._limits: IntArray = np.full((rows, 3), _UNLIMITED, np.int64)  # depth, topk, nodes
 
     def admit(self, plan: Plan) -> None:

@@ -94,6 +94,11 @@ class ModelConfig:
         return next(mixer for mixer in mixers if isinstance(mixer, AttentionConfig))
 
     @property
+    def image_token(self) -> int:
+        """Returns the token that stands for images, -1 where none does."""
+        return -1 if self.tower is None else self.tower.token
+
+    @property
     def per_layer(self) -> int:
         """Returns the size of the embedding that each layer has of its own, 0 where they have none."""
         return self.layers[0].per_layer

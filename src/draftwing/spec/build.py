@@ -50,7 +50,7 @@ def ngram(context: DraftContext) -> NGramDrafter:
         max_breadth=options.speculative_ngram_max_bfs_breadth,
         branch_length=options.speculative_ngram_branch_length,
         capacity=options.speculative_ngram_capacity,
-        image_token=context.image_token,
+        image_token=context.target.config.image_token,
         rows=context.rows,
         ops=context.ops,
     )
@@ -68,7 +68,7 @@ def suffix(context: DraftContext) -> SuffixDrafter:
         min_prob=options.speculative_suffix_min_prob,
         capacity=options.speculative_suffix_capacity,
         secret=context.target.ranks.first(secrets.randbits(63)),
-        image_token=context.image_token,
+        image_token=context.target.config.image_token,
     )
 
 

@@ -60,12 +60,6 @@ class DraftContext:
     draft_lm_head: str | None = None
     free_memory: Callable[[], int] = lambda: 0
 
-    @property
-    def image_token(self) -> int:
-        """The token of the target that stands for images, -1 where none does."""
-        tower = self.target.config.tower
-        return -1 if tower is None else tower.token
-
 
 class DraftStep(NamedTuple):
     """What `Drafter.propose` is given. All tensors are on the device.

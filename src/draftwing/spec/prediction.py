@@ -43,11 +43,13 @@ class PredictedOutput:
     """
 
     def __init__(
-        self, rows: int, length: int, device: torch.device, upload: Callable[[IntArray], Tensor] = torch.from_numpy
-    ) -> None:
+        self, rows: int, length: int, device: torch.device, upload: Callable[[IntArray], Tensor] = torch.from_numpy,
+        image_token: int = -1,
+    ) -> None:  # fmt: skip
         """rows: R + 1, the rows of the row table with its dummy; length: most tokens of a prediction that are kept;
-        upload: how [n] int64 get from the host to the device, `Device.upload` where nobody may wait for the copy."""
-        self.limit, self._upload = length, upload
+        upload: how [n] int64 get from the host to the device, `Device.upload` where nobody may wait for the copy;
+        image_token: stands for images, -1 where none does. Predictions are kept without it."""
+        self.limit, self._upload, self._image_token = length, upload, image_token
 
         def column(value: int) -> Tensor:
             return torch.full((rows,), value, dtype=torch.int64, device=device)
@@ -63,21 +65,22 @@ class PredictedOutput:
     def write(self, row: int, ids: Sequence[int], prompt_len: int) -> None:
         """Gives the row to a request with a prediction. ids: token ids of the prediction; prompt_len: of the request,
         not counting output carried over a preemption."""
-        ids = ids[: self.limit]
+        kept = np.asarray(ids, np.int64)
+        kept = kept[kept != self._image_token][: self.limit]
         columns = self.tokens.shape[1]
-        if len(ids) > columns:
-            more = min(1 << (len(ids) - 1).bit_length(), self.limit) - columns
+        if len(kept) > columns:
+            more = min(1 << (len(kept) - 1).bit_length(), self.limit) - columns
             self.tokens = pad(self.tokens, (0, more), value=-1)
         self.tokens[row].fill_(-1)
-        self.tokens[row, : len(ids)].copy_(self._upload(np.asarray(ids, np.int64)))
+        self.tokens[row, : len(kept)].copy_(self._upload(kept))
         for column, value in (
-            (self.count, len(ids)),
+            (self.count, len(kept)),
             (self.prompt_len, prompt_len),
             (self.at, -1),
             (self.seen, prompt_len - 1),
         ):
             column[row].fill_(value)  # `column[row] = value` would wait: it copies from the host
-        self._lengths[row] = len(ids)
+        self._lengths[row] = len(kept)
 
     def longest(self, rows: Iterable[int]) -> int:
         """Returns the tokens of the longest prediction among rows of the table, on the host."""
