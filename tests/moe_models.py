@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf as gguf_package
@@ -41,6 +42,9 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0,
     "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+OTHERS = {"num_experts": 8, "moe_intermediate_size": 32, "pad_token_id": None}
+WINDOWS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 5}
 # Prefix of transformers' classes, and what is not in `SIZES`.
 INDEX = {"index_topk": 16, "index_n_heads": 24, "index_head_dim": 32}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,6 +75,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-lite-halves": ("Glm4MoeLite", {**LATENT, "q_lora_rank": None, "rope_interleave": False}),
     "deepseek-v3.2": ("DeepseekV32", {**LATENT, **INDEX, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
     "glm-5": ("GlmMoeDsa", {**LATENT, **INDEX, "indexer_types": ["full", "shared", "full"]}),
+    "hunyuan-v3": ("HYV3", {**OTHERS, "router_scaling_factor": 1.5}),
+    "ling2": ("SarvamMoE", {**OTHERS, "first_k_dense_replace": 1, "rope_parameters": PARTIAL}),
+    "exaone-moe": ("ExaoneMoe", {**OTHERS, **WINDOWS, "rope_parameters": PLAIN}),
+    "mellum": ("Mellum", {**OTHERS, **WINDOWS, "num_mtp_layers": 1}),
     "minimax-m2": (
         "MiniMaxM2",
         {"num_local_experts": 8, "intermediate_size": 32, "rotary_dim": 16, "rope_parameters": {**PARTIAL}},
@@ -83,7 +91,9 @@ def reference(kind: str, **overrides: Any) -> Any:
     prefix, settings = copy.deepcopy(KINDS[kind])  # some configs write into their objects
     config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **settings, **overrides})
     torch.manual_seed(0)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
+    made = getattr(transformers, f"{prefix}ForCausalLM", None)  # of Ling 2.0 transformers has the names alone
+    made = made or type("BailingMoeV2ForCausalLM", (transformers.Glm4MoeForCausalLM,), {})
+    model = made(config).float().eval()
     return filled(model)
 
 
@@ -105,16 +115,22 @@ def predicting(theirs: Any) -> Any:
         # Of which it has none; this is one of its layers with experts.
         theirs.config.num_mtp_layers, theirs.config.mtp_mlp_layer_types = 1, ["sparse"]
         theirs.config.mtp_layer_types = ["indexed_attention"]
+    elif theirs.config.model_type in AS_LAYERS:
+        theirs.config.num_mtp_layers = 1
+        theirs.config.mtp_layer_types, theirs.config.mtp_mlp_layer_types = AS_LAYERS[theirs.config.model_type]
     kept = {name: value.clone() for name, value in theirs.state_dict().items()}
     torch.manual_seed(7)
     layer = filled(MtpModel(theirs, 1).float().eval())
-    vars(theirs.config).pop("mtp_layer_types", None)  # which files do not have
+    if theirs.config.model_type not in AS_LAYERS:
+        vars(theirs.config).pop("mtp_layer_types", None)  # which files do not have
     theirs.load_state_dict(kept)
     return layer
 
 
 def published(theirs: Any, layer: Any) -> dict[str, Tensor]:
     """The tensors of a prediction layer in a checkpoint, with its copies of embedding and head, which nobody reads."""
+    if theirs.config.model_type in AS_LAYERS:
+        return as_a_layer(theirs, layer)
     own = f"model.layers.{theirs.config.num_hidden_layers}"
     found = {f"{own}.embed_tokens.weight": torch.zeros(3), f"{own}.shared_head.head.weight": torch.zeros(3)}
     for name, value in layer.state_dict().items():
@@ -123,6 +139,38 @@ def published(theirs: Any, layer: Any) -> dict[str, Tensor]:
         part = name.removeprefix("layers.0.").removeprefix("mtp_block.")
         found[f"{own}.{part.replace('post_norm', 'shared_head.norm')}"] = value
     return {name: value.clone() for name, value in by_expert(found).items()}
+
+
+# Whose checkpoints call tensors otherwise than transformers, and whose prediction layers are of a kind of their own, of
+# attention and of MLP.
+AS_LAYERS: dict[str, tuple[list[str], list[str]]] = {
+    "hy_v3": (["full_attention"], ["sparse"]),
+    "sarvam_moe": (["full_attention"], ["sparse"]),
+    "bailing_hybrid": (["full_attention"], ["sparse"]),
+    "exaone_moe": (["sliding_attention"], ["dense"]),
+    "mellum": (["sliding_attention"], ["sparse"]),
+}
+NUMBERED = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "post_norm": "final_layernorm"}
+BELOW = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+
+
+def as_a_layer(theirs: Any, layer: Any) -> dict[str, Tensor]:
+    """The tensors of a prediction layer, its block as transformers stores one more layer of the model."""
+    config, own, count = copy.deepcopy(theirs.config), theirs.config.get_mtp_config(), theirs.config.num_hidden_layers
+    config.num_hidden_layers = count + 1
+    for name in ("layer_types", "mlp_layer_types"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, [*getattr(config, name), *getattr(own, name)])
+    deeper, block = type(theirs)(config), layer.layers[0]
+    deeper.model.layers[count].load_state_dict(block.mtp_block.state_dict())
+    with TemporaryDirectory() as folder:
+        deeper.save_pretrained(folder)
+        stored = {name: value.clone() for name, value in load_file(Path(folder) / "model.safetensors").items()}
+    numbered, at = theirs.config.model_type not in ("exaone_moe", "mellum"), f"model.layers.{count}."
+    prefix, names, inner = (at, NUMBERED, at) if numbered else ("mtp.", BELOW, "mtp.layers.0.")
+    found = {name.replace(at, inner): value for name, value in stored.items() if name.startswith(at)}
+    beside = {f"{prefix}{name}.weight": getattr(block, part).weight.detach().clone() for part, name in names.items()}
+    return by_expert({**found, **beside})
 
 
 def by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

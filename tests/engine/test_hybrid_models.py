@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import moe_models
 import pytest
 import torch
 from hybrid_gguf import write
@@ -48,6 +49,10 @@ def written(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[str]]:
     """A checkpoint with its prediction layer, if the kind has one, and what can draft for it. changes: of its sizes."""
     theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=512, **changes)
     predicts = kind.startswith(("qwen3", "qwen4", "nemotron-h-"))
+    if kind.startswith("ling3"):
+        moe_models.with_layer(folder, theirs, moe_models.published(theirs, moe_models.predicting(theirs)))
+        write_tokenizer(folder)
+        return folder, ["NEXTN"]
     if predicts:
         with_layer(folder, theirs, layer_weights(theirs))
     else:

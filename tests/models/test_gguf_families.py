@@ -94,8 +94,10 @@ def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _add_sizes(writer: gguf_package.GGUFWriter, config: Any) -> None:
-    writer.add_block_count(config.num_hidden_layers)
+def _add_sizes(writer: gguf_package.GGUFWriter, config: Any, predicts: bool) -> None:
+    writer.add_block_count(config.num_hidden_layers + predicts)
+    if predicts:
+        writer.add_nextn_predict_layers(1)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
@@ -204,8 +206,8 @@ def _add_experts(writer: gguf_package.GGUFWriter, config: Any) -> None:
 
 
 def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pairs: bool) -> None:
-    writer = gguf_package.GGUFWriter(path, arch)
-    _add_sizes(writer, config)
+    writer, predicts = gguf_package.GGUFWriter(path, arch), any("eh_proj" in name for name in tensors)
+    _add_sizes(writer, config, predicts)
     _add_rope(writer, config)
     if hasattr(config, "num_experts_per_tok"):
         _add_experts(writer, config)
@@ -222,7 +224,8 @@ def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pai
             values = [float(value) for name, value in tensors.items() if name.endswith(f".act_fn.{part}")]
             getattr(writer, f"add_xielu_{part}")(values)
     known = gguf_package.get_tensor_name_map(
-        next(key for key, name in MODEL_ARCH_NAMES.items() if name == LIKE.get(arch, arch)), config.num_hidden_layers
+        next(key for key, name in MODEL_ARCH_NAMES.items() if name == LIKE.get(arch, arch)),
+        config.num_hidden_layers + predicts,
     )
     heads_of = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, value in tensors.items():

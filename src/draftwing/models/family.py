@@ -216,6 +216,7 @@ class Family:
     # How prediction layers are named: `model.mtp_layers.N`; `mtp`, of which there is one, that reads the embedding
     # first; or such a one as the layer behind the model's own. "": there are none with the model.
     predicts: Literal["", "mtp_layers", "mtp", "numbered"] = ""
+    predicts_dense: bool = False  # whether such a layer has an MLP, though others have experts
     mtp_names: Mapping[str, str] = field(default_factory=dict)  # what is called otherwise below `mtp`, without layers
     assistants: tuple[str, ...] = ()  # `model_type` of models that draft by its keys and values
     encoder: Callable[[Fields], EncoderConfig] | None = None  # what it has beside its layers, which see whole texts

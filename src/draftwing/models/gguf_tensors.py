@@ -242,6 +242,7 @@ _NEXTN_NAMES = {
     "nextn.enorm": "pre_fc_norm_embedding",
     "nextn.hnorm": "pre_fc_norm_hidden",
     "nextn.shared_head_norm": "norm",
+    "layer_output_norm": "norm",
 }
 _BARE = {"attn_sinks", "ssm_a", "ssm_dt", "ssm_d", "layer_output_scale"}  # in folders without `.weight` or `.bias`
 

@@ -41,14 +41,7 @@ from draftwing.models.gguf_tensors import Progress
 from draftwing.models.pooling import MODULES, encoder_of, has_head
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.read import KVScales, assembled
-from draftwing.models.weight_map import (
-    MTP_PREFIXES,
-    canonical,
-    checkpoint_names,
-    is_elsewhere,
-    nextn_layer,
-    own_experts,
-)
+from draftwing.models.weight_map import canonical, checkpoint_names, is_elsewhere, own_experts, predicts
 from draftwing.ops.gemm.stored import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.upload import Uploader
 from draftwing.parallel.cut import Cut
@@ -276,13 +269,13 @@ def open_checkpoint(
 
 
 def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Those of the language model itself: without prediction layers, which the drafter loads, and what reads images and
-    hears."""
+    """Those of the language model itself: without prediction layers that are served, which the drafter loads, and what
+    reads images and hears."""
     aside = size = 0
     for name, value in tensors:
         if name.startswith(_OTHER_SENSES):
             aside, size = aside + 1, size + value.nbytes
-        elif not name.startswith(MTP_PREFIXES) and nextn_layer(name, config) is None:
+        elif not predicts(name, config):
             yield name, value
     if aside:
         logger.info("%d tensors for images or sound are not loaded, %.2f GB", aside, size / 1e9)

@@ -27,6 +27,7 @@ MTP_PREFIXES = MTP_LAYERS, MTP
 # below `model.mtp`, as this package names it.
 _NEXTN_NAMES = {
     "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm",
+    "final_layernorm": "norm",
 }  # fmt: skip
 PER_LAYER = "model.embed_tokens_per_layer"  # a table that stays in its file
 NGRAM_TABLE = "model.layers.{}.ple.ple_embedding.ngram_embedding"  # the same, of a layer
@@ -288,6 +289,12 @@ def nextn_layer(name: str, config: ModelConfig) -> int | None:
     match = _LAYER.fullmatch(name) if config.family.predicts == "numbered" else None
     layer = -1 if match is None else int(match[1]) - config.num_layers
     return layer if layer >= 0 else None
+
+
+def predicts(name: str, config: ModelConfig) -> bool:
+    """Returns whether a canonical name is of a prediction layer that is served with such a model."""
+    prefixes = MTP_PREFIXES if config.family.one_predicts else (MTP_LAYERS,)
+    return name.startswith(prefixes) or nextn_layer(name, config) is not None
 
 
 def nextn_name(name: str, config: ModelConfig) -> str | None:

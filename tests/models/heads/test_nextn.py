@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import hybrid_models
 import pytest
 import tiny_quantised as tiny
 import torch
 from dense_cache import DenseCache
 from hybrid_models import tokens
+from models.test_gguf_families import IN_FILES
+from models.test_gguf_families import write as write_family
 from moe_models import LAYERS, predicting, published, reference, with_layer, write_gguf
 from reference.latent_layer import PredictionLayer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.cache_utils import MtpCache
 
@@ -25,7 +28,10 @@ from draftwing.models.loader import load_model
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
 from draftwing.train.capture import FeatureModel
 
-KINDS = ["glm4-moe", "glm4-moe-groups", "deepseek-v3", "glm4-moe-lite"]
+KINDS = [
+    "glm4-moe", "glm4-moe-groups", "deepseek-v3", "glm4-moe-lite", "hunyuan-v3", "ling2", "ling3", "exaone-moe",
+    "mellum",
+]  # fmt: skip
 COMMITTED, GROWN = 12, 3
 
 
@@ -56,7 +62,7 @@ def check(head: MTPHead, model: DecoderModel, theirs: Any, layer: Any) -> None:
 @pytest.mark.slower(kind=[kind for kind in KINDS if kind != "deepseek-v3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_a_folder(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    theirs = reference(kind)
+    theirs = hybrid_models.reference(kind) if kind == "ling3" else reference(kind)
     layer = predicting(theirs)
     folder = with_layer(tmp_path / "model", theirs, published(theirs, layer))
     model = load_model(folder, torch.float32, "cpu")
@@ -82,6 +88,32 @@ def test_of_a_gguf_file(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixt
     path = write_gguf(tmp_path / "m.gguf", theirs.config, tensors)
     model = load_model(path, torch.float32, "cpu")
     head = load_mtp_head(path, model, torch.float32, "cpu")
+    assert "not used" not in caplog.text
+    check(head, model, theirs, layer)
+
+
+@pytest.mark.slow
+@pytest.mark.further(kind="exaone-moe")
+@pytest.mark.parametrize("kind", ["ling2", "exaone-moe"])
+def test_of_a_gguf_file_with_other_names(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Names are as converters make them of the checkpoint's; experts lie together."""
+    theirs = reference(kind)
+    layer, at = predicting(theirs), f"model.layers.{LAYERS}."
+    tensors = with_layer(tmp_path / "model", theirs, published(theirs, layer))
+    stored = load_file(tensors / "model.safetensors")
+    numbered = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
+                "norm": "shared_head.norm"}  # fmt: skip
+    renames = {f"mtp.{name}.": f"{at}{theirs_}." for name, theirs_ in numbered.items()} | {"mtp.layers.0.": at}
+    state = {name: value for name, value in stored.items() if ".experts." not in name}
+    for one, other in renames.items():
+        state = {other + name.removeprefix(one) if name.startswith(one) else name: v for name, v in state.items()}
+    experts = theirs.state_dict() | {
+        name.replace("layers.0.mtp_block.", at): value for name, value in layer.state_dict().items()
+    }
+    state |= {name: value for name, value in experts.items() if ".experts." in name}
+    write_family(tmp_path / "m.gguf", theirs.config, state, *IN_FILES[kind])
+    model = load_model(tmp_path / "m.gguf", torch.float32, "cpu")
+    head = load_mtp_head(tmp_path / "m.gguf", model, torch.float32, "cpu")
     assert "not used" not in caplog.text
     check(head, model, theirs, layer)
 

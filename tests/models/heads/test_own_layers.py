@@ -9,13 +9,14 @@ from typing import Any
 
 import moe_models
 import pytest
+import torch
 from hybrid_gguf import write
 from hybrid_models import layer_weights, reference, saved, with_layer
 
 from draftwing.config.options import Options
 from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.library import describe
-from draftwing.models.loader import load_config
+from draftwing.models.loader import load_config, load_model
 
 
 def chosen(path: Path, **given: Any) -> tuple[str, str | None]:
@@ -54,6 +55,19 @@ def test_what_is_asked_for_wins(tmp_path: Path) -> None:
     for algorithm, drafter in (("none", "none"), ("ngram", "NGRAM"), ("NEXTN+SUFFIX", "NEXTN+SUFFIX")):
         assert chosen(folder, speculative_algorithm=algorithm) == (drafter, None)
     assert chosen(folder, load_format="dummy") == ("none", None)
+
+
+def test_layers_of_a_model_that_is_not_served_with_any_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = moe_models.reference("minimax-m2")
+    weights = {"mtp.fc.weight": torch.ones(64, 128)}
+    folder = moe_models.with_layer(tmp_path, theirs, weights, num_mtp_modules=3)
+    with caplog.at_level(logging.WARNING):
+        assert chosen(folder) == ("none", None)
+        load_model(folder, torch.float32, "cpu")
+    assert "num_mtp_modules is 3, but there are no such layers that are served" in caplog.text
+    assert "tensors of the checkpoint that are not used: model.mtp.fc.weight" in caplog.text
 
 
 @pytest.mark.parametrize("gguf", [False, True])

@@ -48,6 +48,7 @@ FAMILIES = {
     "BailingMoeV2ForCausalLM": Family(
         "bailing_moe_v2",
         **_BAILING,
+        predicts="numbered",
         gguf=InGGUF("bailingmoe2", names={"attn_qkv": "self_attn.qkv_proj"}, experts=IN_GGUF),
     ),
     "SarvamMoEForCausalLM": Family("sarvam_moe", **_BAILING, head_dim=64, theta=8e6),

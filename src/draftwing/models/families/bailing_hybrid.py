@@ -87,6 +87,7 @@ FAMILIES = {
         layers=_layers,
         keys=_keys,
         apart=word_embeddings,
+        predicts="numbered",
         neutral={
             "qk_head_dim": None,  # the sum of both parts
             "first_k_dense_replace": None,  # beside `mlp_layer_types`

@@ -86,6 +86,8 @@ FAMILIES = {
             keys=_moe_keys,
             experts=experts,
             dense_layers=dense_layers,
+            predicts="mtp",
+            predicts_dense=True,
             expert_names=ExpertNames(shared="mlp.shared_experts", correction="mlp.e_score_correction_bias"),
             gguf=InGGUF("exaone-moe", fields=_metadata, experts=IN_GGUF),
             neutral={"is_moe_layer": None, "first_k_dense_replace": None},  # beside `mlp_layer_types`

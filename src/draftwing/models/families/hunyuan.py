@@ -100,6 +100,7 @@ FAMILIES = {
         apart=_v3_named,
         experts=_v3_experts,
         dense_layers=dense_layers,
+        predicts="numbered",
         expert_names=ExpertNames("mlp.router.gate", shared="mlp.shared_mlp", correction="mlp.expert_bias"),
         neutral={
             "qk_norm": (True,),

@@ -114,6 +114,7 @@ FAMILIES = {
         keys=_windowed_keys,
         experts=experts,
         dense_layers=_kinds_of_mlp,
+        predicts="mtp",
         gguf=InGGUF("mellum", experts=ExpertMetadata()),
     ),
     "Qwen3MoeForCausalLM": Family(

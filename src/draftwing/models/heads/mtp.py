@@ -211,15 +211,17 @@ def _layer_of(config: ModelConfig) -> LayerConfig:
 
 
 def stored_layers(config: ModelConfig) -> list[LayerConfig]:
-    """Returns as what layers it is stored: the target's first with attention, and with experts where it has any; behind
-    one without an MLP the first that is an MLP alone, and has experts where any has. Raises CheckpointError where no
-    layer of the target could be one."""
+    """Returns as what layers it is stored: the target's first with attention, and with experts where it has any and the
+    family's prediction layers have such; behind one without an MLP the first that is an MLP alone, and has experts
+    where any has. Raises CheckpointError where no layer of the target could be one."""
     able = [layer for layer in config.layers if isinstance(layer.mixer, AttentionConfig | LatentAttentionConfig)]
     if not able:
         raise CheckpointError(
             f"prediction layers of {config.architecture} are not supported: no layer is plain attention"
         )
     able = [_with_own_index(layer) for layer in able]
+    if config.family.predicts_dense:
+        able = [replace(layer, experts=None) for layer in able]
     alone = [] if able[0].has_mlp else [layer for layer in config.layers if isinstance(layer.mixer, NoMixer)]
     return [next((layer for layer in some if layer.experts is not None), some[0]) for some in (able, alone) if some]
 

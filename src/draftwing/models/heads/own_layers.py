@@ -25,7 +25,7 @@ from draftwing.models.fields import MAX_LAYERS, Fields
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.gguf_tensors import own_layers, tensors
 from draftwing.models.heads.config import same
-from draftwing.models.heads.mtp import check_trainable
+from draftwing.models.heads.mtp import check_trainable, stored_layers
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import Stored, load_config
 from draftwing.models.quantised.read import assembled
@@ -36,12 +36,14 @@ from draftwing.models.weight_map import (
     canonical,
     nextn_layer,
     nextn_name,
+    predicts,
 )
 from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
 
-KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # of a config.json
+# Of a config.json.
+KEYS = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules"
 SIDE_FILE = "mtp-"  # what the name of a GGUF file with nothing but such layers begins with
 
 
@@ -85,12 +87,6 @@ def layers_to_learn(options: Options) -> str | None:
     named = named_layers(path) if path.is_dir() else None
     check_trainable(config, 1 if named is None else named[1])
     return str(path if own else side)
-
-
-def predicts(name: str, config: ModelConfig) -> bool:
-    """Returns whether a canonical name is of a prediction layer that is served with such a model."""
-    prefixes = MTP_PREFIXES if config.family.one_predicts else (MTP_LAYERS,)
-    return name.startswith(prefixes) or nextn_layer(name, config) is not None
 
 
 def named_layers(path: Path) -> tuple[str, int] | None:
@@ -221,7 +217,7 @@ def _of_folder(path: Path, target: DecoderModel, dummy: bool) -> dict[str, Store
     values = assembled(config.quantization, own.items())
     experts = target.config.experts
     each = values if dummy or experts is None else each_expert(values, experts.count, {})
-    latent = target.config.layers[-1].mixer
+    latent = stored_layers(target.config)[0].mixer
     if isinstance(latent, LatentAttentionConfig):
         each = without_latents(each, latent, {})
     renamed = ((nextn_name(name, target.config), value) for name, value in each)
