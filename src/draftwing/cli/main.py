@@ -122,7 +122,8 @@ def _serve(arguments: dict[str, Any]) -> None:
 
         serve_models(arguments, tables)
         return
-    if idle := [fields.flag(name) for name in ("models_max", "models_memory", "keep_alive") if name in arguments]:
+    of_several = ("models_max", "models_memory", "keep_alive", "load_timeout")
+    if idle := [fields.flag(name) for name in of_several if name in arguments]:
         raise ConfigError(
             f"{' and '.join(idle)} is for several models: give --models-dir, --models-cache, or a list `models` in the "
             "file of --config"

@@ -224,6 +224,10 @@ class OptionFields:
         "5m", SERVER, "time without a request after which a model is stopped, such as 300 or 1h30m; -1: never. A "
         "request of Ollama's API may name another one",
     )  # fmt: skip
+    load_timeout: float = option(
+        600.0, SERVER, "most seconds that a request waits for its model, for room or a start; then it gets HTTP 503. A "
+        "start that takes longer is given up", minimum=0.001, maximum=86400,
+    )  # fmt: skip
 
     watchdog_timeout: float = option(
         300.0, SERVER,

@@ -29,9 +29,16 @@ from draftwing.server.uvicorn_server import server_of
 async def front(default: str | None = None, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a front that listens at a port; without the page unless options say otherwise."""
     SocketServer.every.clear()
-    served = [ServedModel((name, f"{name}-alias"), 1e9, {"model": name, "device": "cpu"}) for name in "ab"]
-    models = Models(served, start=SocketServer, forecast=lambda one: Forecast(1, 0, 0), taken=lambda pid: 0)  # type: ignore[arg-type]
     chosen = Options(**{"disable_ui": True, **options}, port=0, log_level="critical", drain_timeout=0.1)
+    own = {"device": "cpu", "load_timeout": chosen.load_timeout}
+    served = [ServedModel((name, f"{name}-alias"), 1e9, {"model": name, **own}) for name in "ab"]
+    models = Models(
+        served,
+        start=SocketServer,
+        forecast=lambda one: Forecast(1, 0, 0),
+        taken=lambda pid: 0,
+        most=chosen.models_max,  # type: ignore[arg-type]
+    )
     app = create_front(models, chosen, default)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -116,6 +123,41 @@ async def test_a_stream_comes_piece_by_piece_and_ends_with_its_client() -> None:
         async with client.stream("POST", "/v1/whole/stream", json={"model": "a"}) as response:
             assert await anext(response.aiter_bytes()) == PIECES[0]
         await asyncio.wait_for(SocketServer.every[0].left.wait(), 10)
+
+
+async def test_a_request_that_waited_for_its_model_is_told_so() -> None:
+    async with front(models_max=1, load_timeout=0.1) as client:
+        async with client.stream("POST", "/v1/whole/stream", json={"model": "a"}) as response:
+            pieces = response.aiter_bytes()
+            assert await anext(pieces) == PIECES[0]
+            for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/v1/embeddings", "/models/load"):
+                got = await client.post(path, json={"model": "b"})
+                assert (
+                    got.status_code == 503 and "'b' was not loaded within 0.1 s (--load-timeout): it waits" in got.text
+                )
+                assert got.headers["retry-after"] == "1" and got.json()["error"], "so a batch asks again"
+            SocketServer.every[0].go.set()
+        assert (await client.post("/v1/any", json={"model": "b"})).json()["name"] == "b"
+
+
+@pytest.mark.parametrize("path", ["/v1/any", "/models/load"])
+async def test_who_leaves_before_a_model_is_loaded_is_forgotten(path: str) -> None:
+    async with front(models_max=1, disable_ui=False) as client:
+
+        async def states() -> list[tuple[str, int]]:
+            return [(one["state"], one["waiting"]) for one in (await client.get("/ui/info")).json()["models"]]
+
+        async with client.stream("POST", "/v1/whole/stream", json={"model": "a"}) as response:
+            pieces = response.aiter_bytes()
+            assert await anext(pieces) == PIECES[0]
+            leaving = asyncio.create_task(client.post(path, json={"model": "b"}))
+            async with asyncio.timeout(10):
+                while await states() != [("unloading", 0), ("loading", 1)]:
+                    await asyncio.sleep(0.01)
+                leaving.cancel()
+                while await states() != [("loaded", 0), ("unloaded", 0)]:
+                    await asyncio.sleep(0.01)
+            assert (await client.post("/v1/any", json={"model": "a"})).json()["name"] == "a", "it need not end first"
 
 
 async def test_an_answer_that_is_kept_goes_on_without_its_client_and_keeps_its_model() -> None:

@@ -16,6 +16,7 @@ import pytest
 from draftwing.config.model_list import ServedModel
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import CheckpointError, GenerationError, NotFound
+from draftwing.server.quotas import QueueFull
 from draftwing.server.router.memory import Forecast
 from draftwing.server.router.model import Model
 from draftwing.server.router.models import Models, NoRoom
@@ -32,6 +33,7 @@ class Machine:
         self.log: list[str] = []
         self.errors: dict[str, Exception] = {}
         self.refused: set[tuple[str, str]] = set()  # "sleep" or "wake", and whose
+        self.hung: set[str] = set()  # whose start or wake-up does not end
         self.pool = 0  # bytes of each one's KV cache
         self.taken = 0  # and what each takes now; 0: not known
 
@@ -40,8 +42,9 @@ class Machine:
 
     def models(self, sizes: Mapping[str, float], **more: Any) -> Models:
         """sizes: GB of each."""
-        kept, device = more.pop("keep_alive", 1e9), more.pop("device", "cpu")
-        every = [ServedModel((name,), kept, {"model": name, "device": device}) for name in sizes]
+        kept = more.pop("keep_alive", 1e9)
+        own = {"device": more.pop("device", "cpu"), "load_timeout": more.pop("load_timeout", 60)}
+        every = [ServedModel((name,), kept, {"model": name, **own}) for name in sizes]
         forecast = lambda one: Forecast(0, int(sizes[one.name] * GB), 0)  # noqa: E731
         return Models(every, start=self.start, forecast=forecast, taken=lambda pid: self.taken, **more)  # type: ignore[arg-type]
 
@@ -57,7 +60,7 @@ class FakeServer:
         machine.log.append(f"+{name}")
 
     async def ready(self) -> int:
-        await asyncio.sleep(self.machine.seconds)
+        await self.pause()
         if self.name in self.machine.errors:
             raise self.machine.errors[self.name]
         return self.machine.pool
@@ -80,10 +83,13 @@ class FakeServer:
 
     async def wake_up(self) -> None:
         assert self.asleep
-        await asyncio.sleep(self.machine.seconds)
+        await self.pause()
         self.check("wake")
         self.asleep = False
         self.machine.log.append(f"!{self.name}")
+
+    async def pause(self) -> None:
+        await asyncio.sleep(1e9 if self.name in self.machine.hung else self.machine.seconds)
 
     def check(self, what: str) -> None:
         if self.machine.running.get(self.name) is not self:
@@ -99,14 +105,22 @@ class FakeServer:
         return "it died"
 
 
-async def ask(models: Models, name: str, seconds: float = 0.0) -> str:
+async def ask(models: Models, name: str, seconds: float = 0.0, ends: asyncio.Event | None = None) -> str:
     async with models.use(models.find(name)) as server:
         assert isinstance(server, FakeServer)
         assert not server.asleep
         server.users += 1
         await asyncio.sleep(seconds)
+        if ends is not None:
+            await ends.wait()
         server.users -= 1
         return server.name
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 async def test_one_start_for_all_who_wait() -> None:
@@ -348,6 +362,108 @@ async def test_who_leaves_while_it_waits_holds_nothing() -> None:
     assert not any(model.in_flight or model.waiting for model in models.every)
 
 
+@pytest.mark.parametrize(
+    ("obstacle", "why"),
+    [
+        ("room", "it waits for room"),
+        ("own end", "it is still answering"),
+        ("own sleep", "it is still answering"),
+        ("start", "it is still being loaded"),
+        ("wake-up", "it waits for room"),
+    ],
+)
+async def test_a_request_waits_no_longer_than_it_may(obstacle: str, why: str) -> None:
+    """It has nothing then, nor keeps others from anything."""
+    machine, ends = Machine(), asyncio.Event()
+    models = machine.models({"a": 1, "b": 1}, budget=(1 if obstacle == "room" else 2) * GB, load_timeout=0.1)
+    a = models.find("a")
+    user = {"room": "b", "own end": "a", "own sleep": "a"}.get(obstacle)
+    running = [] if user is None else [asyncio.create_task(ask(models, user, ends=ends))]
+    await until(lambda: user is None or models.find(user).in_flight > 0)
+    if obstacle == "wake-up":
+        await ask(models, "a")
+        await models.sleep(a)
+    if obstacle.startswith("own"):
+        running.append(asyncio.create_task(models.unload(a) if obstacle == "own end" else models.sleep(a)))
+        await until(lambda: a.state == "unloading")
+    machine.hung = set() if running else {"a"}
+    with pytest.raises(
+        QueueFull, match=rf"'a' was not loaded within 0\.1 s \(--load-timeout\): {why}.*try again later"
+    ):
+        await ask(models, "a")
+    assert not a.waiting and await ask(models, "b") == "b"
+    if obstacle == "start":
+        ends_of = await asyncio.gather(*(late(models, "a", 0.02 * i) for i in range(5)), return_exceptions=True)
+        said = "the model 'a' was not started: it was not ready within 0.1 s (--load-timeout)"
+        assert said in map(str, ends_of) and all(isinstance(one, QueueFull | EngineDead) for one in ends_of)
+    ends.set()
+    machine.hung.clear()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*running)
+    await until(lambda: a.starting is None)
+    assert await ask(models, "a") == "a"
+    assert not any(model.in_flight or model.waiting for model in models.every)
+    await models.close()
+    assert not machine.running
+
+
+async def late(models: Models, name: str, seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return await ask(models, name)
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
+async def test_who_makes_room_goes_on_when_nobody_wants_it_any_more(by_hand: bool, sleeps: bool) -> None:
+    """By hand it is stopped all the same; its time without requests goes on."""
+    machine, ends = Machine(), asyncio.Event()
+    models = machine.models({"a": 1, "b": 1}, keep_alive=0.1, **GPU if sleeps else {"budget": 1 * GB})
+    b = models.find("b")
+    long = asyncio.create_task(ask(models, "b", ends=ends))
+    await until(lambda: b.in_flight > 0)
+    leaving = [asyncio.create_task(ask(models, "a")) for _ in range(2)]
+    await until(lambda: b.state == "unloading")
+    unload = asyncio.create_task(models.unload(b)) if by_hand else None
+    held = asyncio.create_task(ask(models, "b"))
+    for task in leaving:
+        await asyncio.sleep(0.02)
+        assert b.state == "unloading" and not held.done()
+        task.cancel()
+    if unload is None:
+        assert await held == "b" and b.state == "loaded" and models.find("a").state == "unloaded"
+    await asyncio.sleep(0.02)
+    assert machine.log == ["+b"] and held.done() is not by_hand and b.state == ("unloading" if by_hand else "loaded")
+    ends.set()
+    assert await asyncio.gather(long, held) == ["b", "b"]
+    await until(lambda: not machine.running)
+    assert machine.log == ["+b", "-b", *(["+b", "-b"] if by_hand else [])]
+
+
+async def test_others_do_not_wait_for_the_end_of_one_that_has_room() -> None:
+    machine, ends = Machine(), asyncio.Event()
+    models = machine.models({"a": 1, "b": 1}, budget=2 * GB)
+    a, running = models.find("a"), [asyncio.create_task(ask(models, "a", ends=ends))]
+    await until(lambda: a.in_flight > 0)
+    running += [asyncio.create_task(models.sleep(a)), asyncio.create_task(ask(models, "a"))]
+    await asyncio.sleep(0.01)
+    async with asyncio.timeout(10):
+        assert await ask(models, "b") == "b"
+    ends.set()
+    await asyncio.gather(*running)
+    assert machine.log == ["+a", "+b", "za", "!a"]
+
+
+async def test_a_model_that_is_loaded_for_who_has_left_is_there_for_its_time() -> None:
+    machine = Machine(0.02)
+    models = machine.models({"a": 1}, budget=1 * GB)
+    leaving, a = asyncio.create_task(ask(models, "a")), models.find("a")
+    await until(lambda: bool(machine.running))
+    leaving.cancel()
+    await until(lambda: a.state == "loaded")
+    await asyncio.sleep(0.02)
+    assert await ask(models, "a") == "a" and machine.log == ["+a"]
+
+
 async def test_names_that_nobody_has() -> None:
     models = Machine().models({"a": 1, "b": 1})
     with pytest.raises(NotFound, match=r"the model 'x' does not exist; this server has 'a', 'b'"):
@@ -372,7 +488,9 @@ async def test_random_requests_deaths_and_departures(seed: int, device: str) -> 
     rng, machine = random.Random(seed), Machine(0.001)
     sizes = {name: rng.choice([1, 1.5, 2, 3]) for name in "abcdef"}
     most = rng.choice([None, 2, 3])
-    models = machine.models(sizes, budget=4 * GB, most=most, device=device, weights=lambda one: GB // 4)
+    timeout = rng.choice([0.02, 60])
+    more = {"device": device, "load_timeout": timeout, "weights": lambda one: GB // 4}
+    models = machine.models(sizes, budget=4 * GB, most=most, **more)
     answers: list[bool] = []
 
     async def one() -> None:
@@ -392,7 +510,7 @@ async def test_random_requests_deaths_and_departures(seed: int, device: str) -> 
                 finally:
                     server.users -= 1
                 answers.append(server.name == name)
-        except EngineDead:
+        except (EngineDead, QueueFull):
             answers.append(True)
 
     async def nap(model: Model) -> None:
@@ -409,6 +527,8 @@ async def test_random_requests_deaths_and_departures(seed: int, device: str) -> 
                     victim.die()
             if rng.random() < 0.3:
                 asyncio.get_running_loop().create_task(models.unload(models.find(rng.choice("abcdef"))))
+            if timeout < 1:
+                machine.hung = {name for name in "abcdef" if rng.random() < 0.1}
             if rng.random() < 0.1:
                 asyncio.get_running_loop().create_task(nap(models.find(rng.choice("abcdef"))))
 

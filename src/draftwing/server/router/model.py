@@ -7,6 +7,7 @@ import math
 import time
 
 from draftwing.config.model_list import ServedModel
+from draftwing.config.options import Options
 from draftwing.server.router.memory import Forecast
 from draftwing.server.router.process import ModelServer
 
@@ -15,9 +16,10 @@ class Model:
     """One of them, and what it does.
 
     in_flight: requests that its server has.  closing: it is stopped when it has none.  resting: has it sleep then.
-    Further ones wait for either.  asleep: it has its server, and gave its memory back.  removed: its files are being
-    deleted.  used: when the newest request began or ended, seconds of `time.monotonic`.  since: when it was loaded,
-    seconds of `time.time`.  failure: why its last start failed, or how its process ended.
+    Further ones wait for either.  sleepers: how many ask for `resting`.  asleep: it has its server, and gave its
+    memory back.  removed: its files are being deleted.  used: when it was loaded, or the newest request began or
+    ended, seconds of `time.monotonic`.  since: when it was loaded, seconds of `time.time`.  failure: why its last
+    start failed, or how its process ended.
     """
 
     def __init__(self, served: ServedModel) -> None:
@@ -27,7 +29,7 @@ class Model:
         self.resting: asyncio.Task[None] | None = None
         self.waiting: list[asyncio.Future[None]] = []  # for the next start, or the one that goes on
         self.ready = self.closing = self.asleep = self.removed = False
-        self.in_flight = 0
+        self.in_flight = self.sleepers = 0
         self.used, self.since = -math.inf, 0.0
         self.keep_alive = served.keep_alive
         self.timer: asyncio.TimerHandle | None = None
@@ -44,6 +46,18 @@ class Model:
         if self.asleep:
             return "sleeping" if self.starting is None else "loading"
         return "loading" if not self.ready else "unloading" if self.closing or self.resting else "loaded"
+
+    @property
+    def load_timeout(self) -> float:
+        """Returns the most seconds that a request waits for it, or that a start of it takes."""
+        return float(self.served.arguments.get("load_timeout", Options.load_timeout))
+
+    @property
+    def waits_for(self) -> str:
+        """Returns what those wait for who wait, in words."""
+        if self.server is None or self.asleep:
+            return "it waits for room, which models have that are answering or are started before it"
+        return "it is still answering what it was asked before" if self.ready else "it is still being loaded"
 
     @property
     def runs(self) -> bool:

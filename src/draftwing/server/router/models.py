@@ -12,17 +12,14 @@ request wakes it up. Its time without requests goes on meanwhile.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import logging
 import math
 import shutil
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from draftwing.config.devices import on_host
 from draftwing.config.model_list import ServedModel
@@ -30,12 +27,13 @@ from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import DraftwingError, GenerationError, NotFound, listed
 from draftwing.machine import free_memory
+from draftwing.server.quotas import QueueFull
+from draftwing.server.router.changes import Changes, in_time
 from draftwing.server.router.memory import Forecast, forecast, gigabytes, measured, taken, weight_bytes
 from draftwing.server.router.model import Model
-from draftwing.server.router.process import ModelServer
+from draftwing.server.router.process import ModelServer, socket_folder
 
 logger = logging.getLogger(__name__)
-_SOCKETS, _LOCK = "draftwing-models-", "lock"
 Further = Callable[[Sequence[ServedModel]], list[ServedModel]]
 Start = Callable[[Mapping[str, Any], Path, Callable[[], None]], ModelServer]
 
@@ -60,8 +58,8 @@ class Models:
         self._further, self._start, self._forecast = further, start, forecast
         self._most, self._budget, self._taken, self._weights = most, budget, taken, weights
         self._room = asyncio.Lock()  # of who makes room
-        self._changes: set[asyncio.Future[None]] = set()
-        self._sockets, self._lock = _socket_folder()
+        self._changes = Changes()
+        self._sockets, self._lock = socket_folder()
         self._started = 0
         self.ending = False
         self.look()
@@ -98,7 +96,7 @@ class Models:
     @asynccontextmanager
     async def use(self, model: Model) -> AsyncIterator[ModelServer]:
         """The model's server, started if need be; the request keeps it until the block ends. Raises DraftwingError for
-        one that does not start."""
+        one that does not start, QueueFull where that takes longer than a request waits."""
         await self._enter(model)
         try:
             server = model.server
@@ -114,38 +112,54 @@ class Models:
             pass
 
     async def unload(self, model: Model) -> bool:
-        """Stops a model when it has answered what it was asked; whether it was loaded."""
+        """Stops a model when it has answered what it was asked; whether it was loaded. One who is cancelled before that
+        takes it back."""
         if model.server is None:
             return False
-        model.closing = True
         server = model.server
-        while model.busy and model.server is server:
-            await self._change()
-        await self._stop(model, server)
+        model.closing = True
+        try:
+            while model.busy and model.server is server:
+                await self._changes.next()
+                if model.server is server:
+                    model.closing = True  # another one may have taken it back
+        except asyncio.CancelledError:
+            if model.server is server:
+                model.closing = False
+                self._expire(model)
+                self._changes.tell()
+            raise
+        await asyncio.shield(self._stop(model, server))
         return True
 
     async def sleep(self, model: Model) -> bool:
-        """Has a model give its memory back when it has answered what it was asked; whether it sleeps then. Raises
-        GenerationError where the host has no room for what it has on a GPU, or EngineDead."""
+        """Has a model give its memory back when it has answered what it was asked; whether it sleeps then. It goes on
+        if all who ask for that are cancelled before. Raises GenerationError where the host has no room for what it has
+        on a GPU, or EngineDead."""
         if model.server is None or model.closing or model.asleep:
             return model.asleep
         if model.resting is None:
             model.resting = asyncio.create_task(self._rest(model, model.server))
-        await asyncio.shield(model.resting)  # who leaves cannot take back what the engine was told
+        model.sleepers += 1
+        try:
+            await asyncio.shield(model.resting)  # who leaves cannot take back what the engine was told
+        finally:
+            model.sleepers -= 1
+            self._changes.tell()
         return model.asleep
 
     async def _rest(self, model: Model, server: ModelServer) -> None:
         try:
-            while model.busy and model.server is server:
-                await self._change()
-            if model.server is server and not model.closing:
+            while model.busy and model.server is server and model.sleepers:
+                await self._changes.next()
+            if model.server is server and not model.closing and model.sleepers:
                 await server.sleep()
                 model.asleep = model.server is server
         finally:
             if model.server is server:
                 model.resting = None
                 self._expire(model)
-                self._changed()
+                self._changes.tell()
         if model.asleep:
             logger.info("model %s sleeps", model.served.name)
 
@@ -169,7 +183,7 @@ class Models:
         model.removed = True
         try:
             while model.starting is not None:  # for who has come before
-                await self._change()
+                await self._changes.next()
             await self.unload(model)
             await delete
         finally:
@@ -190,14 +204,19 @@ class Models:
         if model.starting is None:
             model.starting = asyncio.create_task(self._run(model))
         try:
-            await turn
+            await asyncio.wait({turn}, timeout=model.load_timeout)
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
+            if turn.done() and turn.exception() is None:
                 self._leave(model)  # it was its turn, and nobody is there
             raise
         finally:
             if turn in model.waiting:
                 model.waiting.remove(turn)
+                self._changes.tell()  # there may be nobody left for whom it is started
+        if not turn.done():
+            waited = f"the model {model.served.name!r} was not loaded within {model.load_timeout:g} s (--load-timeout)"
+            raise QueueFull(f"{waited}: {model.waits_for}", own=False, when="later")
+        turn.result()
 
     def _begin(self, model: Model) -> None:
         model.in_flight += 1
@@ -210,7 +229,7 @@ class Models:
         model.in_flight -= 1
         model.used = time.monotonic()
         self._expire(model)
-        self._changed()
+        self._changes.tell()
 
     def _expire(self, model: Model) -> None:
         """Has a model without requests stopped when its time is over."""
@@ -232,14 +251,7 @@ class Models:
     async def _run(self, model: Model) -> None:
         """Starts a model, or wakes it up, and lets in who waits, or tells them why not."""
         try:
-            async with self._room:
-                while model.server is not None and not (model.asleep or model.takes_requests):
-                    await self._change()  # its last one ends, or falls asleep
-                server = None
-                if not model.takes_requests:  # else it could not
-                    await self._make_room(model)
-                    if not await self._wake(model):
-                        server = self._spawn(model)
+            server = await self._begun(model)
             if server is not None:
                 await self._load(model, server)
         except BaseException as error:
@@ -248,17 +260,32 @@ class Models:
                 raise
             return
         model.starting = None
-        for turn in _taken_out(model.waiting):
+        while model.waiting:
             self._begin(model)
-            turn.set_result(None)
+            model.waiting.pop(0).set_result(None)
         self._expire(model)
-        self._changed()
+        self._changes.tell()
+
+    async def _begun(self, model: Model) -> ModelServer | None:
+        """Returns the server that is started when there is room; None where the model is awake, or nobody waits for it
+        any more. Between that and what `_run` does nothing is awaited: else somebody could come."""
+        while True:
+            async with self._room:
+                if model.takes_requests or not model.waiting:
+                    return None
+                if model.server is None or model.asleep:
+                    if not await self._changes.do(self._make_room(model), lambda: bool(model.waiting)):
+                        continue
+                    awake = await self._wake(model)
+                    return None if awake or not model.waiting else self._spawn(model)
+            await self._changes.next()  # its last one ends, or falls asleep: others need not wait for that
 
     async def _load(self, model: Model, server: ModelServer) -> None:
-        model.pool = await server.ready()
+        model.pool = await in_time(model.load_timeout, server.ready())
         if model.server is not server:
             raise EngineDead(f"its process ended: {model.failure}")
         model.ready, model.failure, model.since = True, None, time.time()
+        model.used = time.monotonic()  # whoever it was loaded for may have left, and come again
         model.keep_alive = model.served.keep_alive
         model.resident = math.inf
         logger.info("model %s is loaded", model.served.name)
@@ -269,7 +296,7 @@ class Models:
         if server is None:
             return False
         try:
-            await server.wake_up()
+            await in_time(model.load_timeout, server.wake_up())
         except (GenerationError, EngineDead) as error:
             logger.warning("model %s is started anew: %s", model.served.name, error)
             await self._stop(model, server)
@@ -286,11 +313,12 @@ class Models:
             logger.error("model %s was not started: %s", model.served.name, known)
         kind = NoRoom if isinstance(error, NoRoom) else EngineDead
         model.starting = None  # who comes from now on waits for another start
-        for turn in _taken_out(model.waiting):
-            turn.set_exception(kind(f"the model {model.served.name!r} was not started: {model.failure}"))
+        while model.waiting:
+            why = f"the model {model.served.name!r} was not started: {model.failure}"
+            model.waiting.pop(0).set_exception(kind(why))
         if model.server is not None:
             await self._stop(model, model.server)
-        self._changed()
+        self._changes.tell()
 
     def _spawn(self, model: Model) -> ModelServer:
         self._started += 1
@@ -322,7 +350,7 @@ class Models:
         if model.timer is not None:
             model.timer.cancel()
             model.timer = None
-        self._changed()
+        self._changes.tell()
 
     async def _make_room(self, model: Model) -> None:
         """Stops other models until there is room for one, or has them sleep. Raises NoRoom, and stops none, where there
@@ -397,20 +425,6 @@ class Models:
         """Measures what loaded models take."""
         await self._taken_by(self.loaded)
 
-    async def _change(self) -> None:
-        """Returns when a request has ended, or a model was started or stopped."""
-        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._changes.add(change)
-        try:
-            await change
-        finally:
-            self._changes.discard(change)
-
-    def _changed(self) -> None:
-        for change in self._changes:
-            if not change.done():
-                change.set_result(None)
-
     # -- the end -------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
@@ -431,27 +445,6 @@ class Models:
                 model.server.kill()
 
 
-def _socket_folder() -> tuple[Path, BinaryIO]:
-    """Returns a folder that only this user may enter, and its lock, which the system ends with this process: by that
-    the folders of those that were killed are known, and removed."""
-    for lock in Path(tempfile.gettempdir()).glob(f"{_SOCKETS}*/{_LOCK}"):
-        with contextlib.suppress(OSError), lock.open("rb") as file:  # or another user's, or in use
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=_SOCKETS))
-    held = (folder / "new").open("wb")
-    fcntl.flock(held, fcntl.LOCK_EX)
-    (folder / "new").rename(folder / _LOCK)  # now others see it, when it is locked
-    return folder, held
-
-
 def _waits(model: Model) -> bool:
     """Returns whether it has no requests, and is not about to change."""
     return (model.takes_requests or model.asleep) and not model.in_flight and model.starting is None
-
-
-def _taken_out(waiting: list[asyncio.Future[None]]) -> Iterator[asyncio.Future[None]]:
-    while waiting:
-        turn = waiting.pop(0)
-        if not turn.done():
-            yield turn

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
+import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from draftwing.engine.process.link import EngineDead
 from draftwing.engine.process.spawn import Failed, how_it_ended, start_module
@@ -18,6 +21,7 @@ from draftwing.errors import GenerationError
 CHILD = "draftwing.server.router.child"
 SLEEP, WAKE_UP = "sleep", "wake up"  # what is said to it, see `child.Obeying`
 GONE = object()  # in place of a message
+_SOCKETS, _LOCK = "draftwing-models-", "lock"
 STOP_SECONDS = 15.0  # for a server without requests to end; then it is killed
 
 
@@ -113,3 +117,17 @@ class ModelServer:
             self._gone.set()
             if not self._stopping:
                 self._ended()
+
+
+def socket_folder() -> tuple[Path, BinaryIO]:
+    """Returns a folder that only this user may enter, and its lock, which the system ends with this process: by that
+    the folders of those that were killed are known, and removed."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{_SOCKETS}*/{_LOCK}"):
+        with contextlib.suppress(OSError), lock.open("rb") as file:  # or another user's, or in use
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_SOCKETS))
+    held = (folder / "new").open("wb")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    (folder / "new").rename(folder / _LOCK)  # now others see it, when it is locked
+    return folder, held
