@@ -18,7 +18,8 @@ from draftwing.core import Output
 from draftwing.engine.process.link import EngineDead
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server.engine_client import WAKES, AsyncEngine, Stream, Wakeups
+from draftwing.server.dispatch import WAKES, Wakeups
+from draftwing.server.engine_client import AsyncEngine, Stream
 
 
 async def _all_go_on(streams: int) -> tuple[list[int], list[int]]:

@@ -20,11 +20,11 @@ from draftwing.core import Output, TokenLogprobs
 from draftwing.engine.process.link import Abort
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.server import engine_client, quotas
+from draftwing.server import dispatch, quotas
 from draftwing.server import service as service_module
 from draftwing.server.app import create_app
+from draftwing.server.dispatch import MAX_REQUESTS, PAUSE_SECONDS, DispatchQueue
 from draftwing.server.edge.keys import client_name
-from draftwing.server.engine_client import MAX_REQUESTS, PAUSE_SECONDS, DispatchQueue
 from draftwing.server.generate import Generated
 from draftwing.server.http import Whole
 from draftwing.server.quotas import AdmissionQuota, QueueFull
@@ -203,7 +203,7 @@ def test_answers_that_were_left_count_for_a_while() -> None:
 
 async def test_requests_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first part at once, one of another client too; what is dropped before its part is never sent."""
-    monkeypatch.setattr(engine_client, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(dispatch, "PAUSE_SECONDS", 0.0)
     sent: list[list[str]] = []
 
     box = DispatchQueue(lambda requests: sent.append([request.uid for request in requests]))

@@ -1,5 +1,5 @@
-"""Between asyncio and the engine's process: `DispatchQueue` sends it requests in small parts, and each HTTP request has
-a `Stream` of results, of which one who is slow to read gets fewer and longer pieces."""
+"""Between asyncio and the engine's process: each HTTP request has a `Stream` of results, of which one who is slow to
+read gets fewer and longer pieces."""
 
 from __future__ import annotations
 
@@ -33,47 +33,14 @@ from draftwing.engine.process.link import (
 )
 from draftwing.engine.provenance import Digests
 from draftwing.errors import GenerationError, NotFound, RequestError
-from draftwing.fair_deque import FairDeque
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
+from draftwing.server.dispatch import DispatchQueue, Wakeups
 from draftwing.server.quotas import AdmissionQuota, LogprobQuota, LogprobQuotaFull, count_logprobs
 from draftwing.server.supervision import CrashHistory, Watchdog
 from draftwing.server.telemetry.observer import Observer
 
-# Streams that go on in a turn of the event loop: about 2 ms of it. Beside 500 that nobody reads 4, 8, 16 and 32 let
-# /health answer within 70 to 105 ms.
-WAKES = 16
 MAX_TRACED = 64  # newest steps of a request that are kept for a client that is slow to read
-
-
-class Wakeups:
-    """Has streams go on that have outputs, a few in a turn of the event loop: whoever comes or sends meanwhile is never
-    behind all of them, and outputs of those that wait are joined. Belongs to the running event loop."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[asyncio.Event, None] = {}  # in the order in which they came
-        self._left = WAKES  # of this turn
-        self._next: asyncio.Handle | None = None
-
-    def set(self, event: asyncio.Event) -> None:
-        """Sets the event, now or in a later turn."""
-        if not event.is_set():
-            self._waiting[event] = None
-            self._go_on()
-
-    def _go_on(self) -> None:
-        while self._waiting and self._left:
-            event = next(iter(self._waiting))
-            del self._waiting[event]
-            event.set()
-            self._left -= 1
-        if self._next is None:
-            self._next = asyncio.get_running_loop().call_soon(self._turn)
-
-    def _turn(self) -> None:
-        self._next, self._left = None, WAKES
-        if self._waiting:
-            self._go_on()
 
 
 class Stream:
@@ -145,49 +112,8 @@ class Stream:
         self.open.clear()
 
 
-MAX_REQUESTS = 64  # requests in one message: no thread of either process is busy with it for long
-PAUSE_SECONDS = 0.02  # between messages of a client: the engine's thread shares an interpreter with who reads them
-
-
-class DispatchQueue:
-    """Sends a client's requests in their order, the first part at once. Belongs to the running event loop."""
-
-    def __init__(self, send: Callable[[list[GenerationRequest]], None]) -> None:
-        self._send = send
-        self._unsent: FairDeque[str, GenerationRequest] = FairDeque()  # by uid
-        self._pauses: dict[str, asyncio.TimerHandle] = {}  # by client; one goes on where all is dropped meanwhile
-
-    def put(self, requests: Sequence[GenerationRequest]) -> None:
-        """Takes requests of one client."""
-        client = requests[0].client
-        for request in requests:
-            self._unsent.put(client, request.uid, request)
-        if client not in self._pauses:
-            self._next(client)
-
-    def drop(self, uids: Iterable[str]) -> list[str]:
-        """Drops requests that were not sent yet, and returns which those are."""
-        return [uid for uid in uids if self._unsent.drop(uid) is not None]
-
-    def clear(self) -> None:
-        self._unsent.clear()
-        for pause in self._pauses.values():
-            pause.cancel()
-        self._pauses.clear()
-
-    def _next(self, client: str) -> None:
-        self._pauses.pop(client, None)
-        part: list[GenerationRequest] = []
-        while client in self._unsent.clients and len(part) < MAX_REQUESTS:
-            part.append(self._unsent.pop(client)[1])
-        if not part:
-            return  # all were dropped
-        self._send(part)
-        if client in self._unsent.clients:
-            self._pauses[client] = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._next, client)
-
-
 logger = logging.getLogger(__name__)
+Question = Ask | Compile | Forget | LoadAdapter | SlotAction | Swap | UnloadAdapter
 STATS_SECONDS = 0.5  # how long the engine's numbers are waited for, then those of before have to do
 
 
@@ -296,52 +222,43 @@ class AsyncEngine:
         """Forgets cached prefixes; False when requests are running or waiting. Raises GenerationError where what is on
         the disk cannot be removed, or EngineDead."""
         self._check()
-        flushed: bool | str = not self._streams and await self._ask("flush_cache")
-        if isinstance(flushed, str):
-            raise GenerationError(flushed)
-        return flushed
+        return not self._streams and await self._asked(Ask, "flush_cache")
 
     async def sleep(self) -> None:
         """Has the engine give memory back when what it was sent so far has ended; a request that comes later waits for
         that and wakes it up. Raises GenerationError where the host has no room, or EngineDead."""
-        await self._do("sleep")
+        await self._asked(Ask, "sleep")
 
     async def wake_up(self) -> None:
         """Has the engine be awake. Raises GenerationError where others have taken its memory, or EngineDead."""
-        await self._do("wake_up")
-
-    async def _do(self, what: str) -> None:
-        self._check()
-        refused = await self._ask(what)
-        if refused is not None:
-            raise GenerationError(refused)
+        await self._asked(Ask, "wake_up")
 
     async def swap_draft(self, folder: Path | None) -> str | None:
         """Has the engine draft with the head in this folder, None for the one that it began with, and wakes it up for
         that. Returns None, or in words why that is refused."""
         try:
             await self.wake_up()
+            await self._asked(Swap, None if folder is None else str(folder))
         except GenerationError as error:
             return str(error)
-        refused: str | None = await self._reply(Swap(next(self._numbers), None if folder is None else str(folder)))
-        return refused
+        return None
 
     async def load_adapter(self, name: str, path: Path, replace: bool) -> AdapterCard:
         """Has the engine load an adapter under a name. Raises RequestError where it is refused, or EngineDead."""
-        self._check()
-        found = await self._reply(LoadAdapter(next(self._numbers), name, str(path), replace))
-        if isinstance(found, str):
-            raise RequestError(found, "lora_path")
-        self.adapters[name] = found
+        try:
+            self.adapters[name] = await self._asked(LoadAdapter, name, str(path), replace)
+        except GenerationError as error:
+            raise RequestError(str(error), "lora_path") from None
         return self.adapters[name]
 
     async def unload_adapter(self, name: str) -> None:
         """Lets no further request have an adapter; those that have it go on. Raises NotFound, or EngineDead."""
         self._check()
         self.adapters.pop(name, None)
-        refused = await self._reply(UnloadAdapter(next(self._numbers), name))
-        if refused is not None:
-            raise NotFound(refused, "lora_name")
+        try:
+            await self._asked(UnloadAdapter, name)
+        except GenerationError as error:
+            raise NotFound(str(error), "lora_name") from None
 
     async def _load_adapters_again(self, before: Iterable[AdapterCard]) -> None:
         """Loads those that a new engine lacks; one whose files are gone or others is left out."""
@@ -359,19 +276,13 @@ class AsyncEngine:
     async def forget_client(self, client: str) -> int:
         """Forgets what drafts for a client are looked up in, and what of it is on the disk. Returns how many answers
         were there. Raises GenerationError where that fails, or EngineDead."""
-        self._check()
-        answers: int | str = await self._reply(Forget(next(self._numbers), client))
-        if isinstance(answers, str):
-            raise GenerationError(answers)
+        answers: int = await self._asked(Forget, client)
         return answers
 
     async def act_on_slot(self, action: str, client: str, slot: int, filename: str) -> tuple[int, int]:
         """Saves, restores or erases a client's slot. Returns tokens and bytes. Raises RequestError, GenerationError
         where the disk fails, or EngineDead."""
-        self._check()
-        found = await self._reply(SlotAction(next(self._numbers), action, client, slot, filename))
-        if isinstance(found, str):
-            raise GenerationError(found)
+        found = await self._asked(SlotAction, action, client, slot, filename)
         if isinstance(found, RequestError):
             raise found
         done: tuple[int, int] = found
@@ -408,16 +319,22 @@ class AsyncEngine:
         return stats | {"age": time.monotonic() - at}
 
     async def _learn(self) -> None:
-        stats = await self._ask("stats")
+        stats = await self._reply(Ask(next(self._numbers), "stats"))
         self._known = time.monotonic(), stats
 
     def forget(self, uid: str) -> None:
         self._streams.pop(uid, None)
 
-    async def _ask(self, what: str) -> Any:
-        return await self._reply(Ask(next(self._numbers), what))
+    async def _asked(self, kind: Callable[..., Question], *what: Any) -> Any:
+        """Returns what the engine replies. Raises GenerationError for a text, which says why it did not, or
+        EngineDead."""
+        self._check()
+        found = await self._reply(kind(next(self._numbers), *what))
+        if isinstance(found, str):
+            raise GenerationError(found)
+        return found
 
-    async def _reply(self, question: Ask | Compile | Forget | LoadAdapter | SlotAction | Swap | UnloadAdapter) -> Any:
+    async def _reply(self, question: Question) -> Any:
         future = self._questions[question.number] = asyncio.get_running_loop().create_future()
         try:
             self.link.send(question)
