@@ -24,7 +24,8 @@ from fake_engine import FakeEngine
 from scripted import wait_until
 
 from draftwing import LLM
-from draftwing.cli.chat import Chat, Fields, InProcess, Messages, Piece, Remote, Usage, ask
+from draftwing.cli.answerers import Fields, InProcess, Messages, Piece, Remote, Usage
+from draftwing.cli.chat import Chat, ask
 from draftwing.cli.client import Client
 from draftwing.cli.commands import take_question
 from draftwing.cli.main import main
@@ -32,9 +33,9 @@ from draftwing.cli.main import main
 SCRIPTED = """
 import itertools, json, sys, time
 from pathlib import Path
-from draftwing.cli.chat import Piece
+from draftwing.cli.answerers import Piece
 from draftwing.cli.chat import COMMANDS, Chat
-from draftwing.cli.chat import LineReader
+from draftwing.cli.line_reader import LineReader
 
 class Scripted:
     info = {"served_model_name": "scripted"}

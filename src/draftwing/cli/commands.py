@@ -206,7 +206,8 @@ def take_question(arguments: dict[str, Any], unknown: Sequence[str]) -> list[str
 
 def run_chat(arguments: dict[str, Any]) -> None:
     from draftwing.cli import chat
-    from draftwing.cli.chat import InProcess, LineReader, Remote
+    from draftwing.cli.answerers import InProcess, Remote
+    from draftwing.cli.line_reader import LineReader
 
     own = _taken(arguments, "url", "system", "image", "max_tokens", "temperature", "question")
     images = own["image"] or []
