@@ -7,8 +7,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -48,3 +49,10 @@ def test_every_program_has_what_it_needs(tool: dict[str, ModuleType]) -> None:
         assert bool(program.command) != bool(program.script) and bool(program.npm) != bool(program.pypi)
         assert all(tool["programs"].split(package)[1][0].isdigit() for package in program.packages), program.name
         assert len(tool["run"].script_of(program)) == 2
+
+
+def test_a_picture_that_does_not_arrive_is_found(tool: dict[str, ModuleType]) -> None:
+    viewer, shown = tool["scene"].Viewer(), SimpleNamespace(digest=b"", pixels=np.zeros((48, 64, 3), np.uint8))
+    assert "shown: 0" in viewer.faults()[0]
+    viewer.requests.append(SimpleNamespace(images=(shown,)))
+    assert "another picture" in viewer.faults()[0]

@@ -38,6 +38,8 @@ class Program(NamedTuple):
     calls: Sequence[Mapping[str, Any]] = ()
     replies: Sequence[str] = ()
     last: str = ""
+    shows: Sequence[str] = ()
+    looks: Mapping[str, Any] = NONE
     alone: Sequence[str] = ()
     fixtures: Mapping[str, str] = NONE
     small: Sequence[str] = ()

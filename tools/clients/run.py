@@ -33,6 +33,7 @@ from programs import BUILD, HERE, NODE, InstallError, Program, filled, install, 
 PROMPTS = {
     "loop": "Read the files one.txt and two.txt, one after the other, and tell me the code in each.",
     "cancel": "Tell me the long story.",
+    "picture": "Look at picture.png and tell me what is in it.",
     "ask": "Say hello in one short sentence.",
 }
 LOOP_SECONDS, MODEL_SECONDS = 120, 200  # for one run of a program
@@ -48,7 +49,7 @@ CLOSED = "http://127.0.0.1:9"  # a proxy that is not there: nothing is fetched f
 
 @contextlib.contextmanager
 def started(
-    program: Program, folder: Path, kind: str, values: dict[str, str], files: dict[str, str]
+    program: Program, folder: Path, kind: str, values: dict[str, str], files: dict[str, str | bytes]
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """The program at work, with a home of its own, and what it prints; at the end nothing of it is left."""
     with tempfile.TemporaryDirectory(prefix="draftwing-clients-", ignore_cleanup_errors=True) as parent:
@@ -58,7 +59,7 @@ def started(
         for path, text in {**program.files, **program.fixtures, **files}.items():
             path = Path(filled(path, values))
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(filled(text, values))
+            path.write_bytes(text if isinstance(text, bytes) else filled(text, values).encode())
         command = [filled(word, values) for word in words_of(program, kind)]
         if program.script:
             shutil.copy(HERE / "scripts" / program.script, folder)
@@ -79,7 +80,8 @@ def started(
 
 def words_of(program: Program, kind: str) -> list[str]:
     """Of the command."""
-    extra = [*program.alone, *(program.small if kind == "ask" else [])]
+    more = {"ask": program.small, "picture": program.shows}.get(kind, ())
+    extra = [*more, *program.alone]
     return [word for one in program.command for word in (extra if one == "{alone}" else [one])]
 
 
@@ -129,10 +131,12 @@ def refusals(program: Program, seen: list[Any]) -> list[str]:
     return [f"{one.path}: {one.status}: {one.error}" for one in refused if known not in one.answer.decode()]
 
 
-def script_of(program: Program) -> list[str]:
-    """What the model says in its first two turns."""
+def script_of(program: Program, kind: str = "loop") -> list[str]:
+    """What the model says in its first turns."""
     from scene import call
 
+    if kind == "picture":
+        return [call(program.looks["name"], program.looks["arguments"])] if program.looks else []
     calls = program.calls or [{"name": "read_file", "arguments": {"path": name}} for name in ("one.txt", "two.txt")]
     return program.replies or [f"I read a file.\n{call(one['name'], one['arguments'])}" for one in calls]
 
@@ -141,13 +145,14 @@ def play(program: Program, folder: Path, kind: str) -> tuple[list[str], dict[str
     """One run against the scripted engine: what is wrong, what is reported of it, and its log."""
     import scene
 
-    engine = scene.Player([], program.last or "{answer}", not program.replies)
-    files = {f"{{work}}/{name}.txt": f"{code}\n" for name, code in zip(("one", "two"), engine.codes, strict=True)}
+    engine = scene.Viewer() if kind == "picture" else scene.Player([], program.last or "{answer}", not program.replies)
+    files: dict[str, str | bytes] = {"{work}/picture.png": scene.PICTURE}
+    files |= {f"{{work}}/{name}.txt": f"{code}\n" for name, code in zip(("one", "two"), engine.codes, strict=True)}
     with scene.scripted(engine) as (url, recorder):
         values = {"url": url, "key": scene.KEY, "model": "smollm2", **SIZES}
         with started(program, folder, kind, values, files) as (process, printed):
             place = {"work": str(printed.parent / "work")}
-            engine.replies = [filled(reply, place) for reply in script_of(program)]
+            engine.replies = [filled(reply, place) for reply in script_of(program, kind)]
             wrong = cancelled(program, engine, process) if kind == "cancel" else looped(engine, process, printed)
             log = printed.read_text(errors="replace")
     seen = recorder.seen
@@ -163,8 +168,7 @@ def looped(engine: Any, process: subprocess.Popen[bytes], printed: Path) -> list
     if not wait(lambda: process.poll() is not None, LOOP_SECONDS):
         return [f"it did not end within {LOOP_SECONDS} s"]
     wrong = [f"exit code {process.returncode}"] if process.returncode else []
-    if engine.turns != {0, 1, 2}:
-        wrong.append(f"turns of the loop: {sorted(engine.turns)}")
+    wrong += engine.faults()
     # Programs wrap lines and colour words.
     words = " ".join(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed.read_text(errors="replace")).split())
     if engine.answer not in words:
@@ -192,7 +196,7 @@ def ask(program: Program, folder: Path, model: str, url: str, recorder: Any) -> 
 
     recorder.seen.clear()
     values = {"url": url, "key": scene.KEY, "model": model, **SMALL}
-    files = {f"{{work}}/{name}.txt": "nothing\n" for name in ("one", "two")}
+    files: dict[str, str | bytes] = {f"{{work}}/{name}.txt": "nothing\n" for name in ("one", "two")}
     with started(program, folder, "ask", values, files) as (process, printed):
         ended = wait(lambda: process.poll() is not None, MODEL_SECONDS)
         seen, log = list(recorder.seen), printed.read_text(errors="replace")
@@ -224,7 +228,11 @@ def result(program: Program, newest: bool, node: str, server: Any, model: str | 
         return {**facts, "wrong": {"install": str(error)[-2000:]}}
     language = {"node": node} if program.npm else {"python": platform.python_version()}
     facts |= {"versions": versions(program, folder), **language, "wrong": {}}
-    for kind in ("ask",) if model else ("loop", "cancel"):
+    kinds = ["ask"] if model else ["loop", "cancel"]
+    if not model and (program.shows or program.looks):
+        kinds.append("picture")
+        facts["pictures"] = True
+    for kind in kinds:
         wrong, more, log = ask(program, folder, model, *server) if model else play(program, folder, kind)
         facts |= more
         if wrong:

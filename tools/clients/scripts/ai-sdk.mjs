@@ -15,10 +15,13 @@ const models = {
 // end
 
 const cancel = process.argv[2] === 'cancel';
+const text = { type: 'text', text: process.env.PROMPT };
+const picture = () => ({ type: 'file', mediaType: 'image/png', data: readFileSync('picture.png') });
+const content = process.argv[2] === 'picture' ? [picture(), text] : [text];
 const stop = new AbortController();
 const result = streamText({
   model: models[process.env.DIALECT](),
-  prompt: process.env.PROMPT,
+  messages: [{ role: 'user', content }],
   tools: {
     read_file: tool({
       description: 'Reads a file.',
@@ -35,7 +38,7 @@ const result = streamText({
   },
 });
 let deltas = 0;
-for await (const text of result.textStream) {
-  process.stdout.write(text);
+for await (const delta of result.textStream) {
+  process.stdout.write(delta);
   if (cancel && ++deltas === 5) stop.abort();
 }
