@@ -163,7 +163,11 @@ def beside_library(asked: argparse.Namespace, model: str) -> None:
     name, other = other_side(model, getattr(torch, asked.other_dtype or asked.dtype))
     options = {"dtype": asked.dtype, "num_threads": asked.threads, "disable_radix_cache": True}
     with LLM(model, speculative_algorithm="none", **options) as llm:
-        compare(asked, {"draftwing": partial(llm.embed, truncate=True), name: other}, lambda text: len(llm.tokenizer.encode(text)))
+        compare(
+            asked,
+            {"draftwing": partial(llm.embed, truncate=True), name: other},
+            lambda text: len(llm.tokenizer.encode(text)),
+        )
 
 
 def beside_llama_cpp(asked: argparse.Namespace, model: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from reference import hf_configs
 from tiny_embedder import CLS, LAST, MEAN
-from tiny_encoder import BERT, ROBERTA, XLM, theirs, write_encoder
+from tiny_encoder import BERT, ROBERTA, XLM, theirs, words, write_encoder
 
 from draftwing import LLM
 from draftwing.engine.devices.cpu import CpuDevice
@@ -26,6 +26,19 @@ TEXTS = [
     "a",
     "the capital of china is beijing, one three four five ! the capital of china is beijing",
 ]
+
+
+def marked(kind: str) -> list[str]:
+    """Texts in which special tokens are written."""
+    cls, sep, pad, unknown, mask = words(kind)
+    return [
+        f"gravity {sep} two {pad} one {sep} three",
+        sep,
+        f"{pad} {cls} a {mask}",
+        f"one {unknown}{pad}{pad} two {sep}",
+    ]
+
+
 SMALL: dict[str, Any] = dict(dtype="float32", random_seed=1)
 
 
@@ -44,10 +57,11 @@ def pooled(states: np.ndarray[Any, Any], pooling: dict[str, Any] | None) -> np.n
 def test_vectors_are_those_of_transformers(tmp_path: Path, kind: str, pooling: dict[str, Any] | None) -> None:
     """Where no file says how they are made they are means, as sentence-transformers has it."""
     folder = write_encoder(tmp_path / "model", kind, pooling=pooling)
-    expected = [unit(pooled(theirs(folder, text), pooling)) for text in TEXTS]
+    texts = [*TEXTS, *marked(kind)]
+    expected = [unit(pooled(theirs(folder, text), pooling)) for text in texts]
     assert np.abs(expected[0] - expected[1]).max() > 0.05
     with LLM(str(folder), **SMALL) as llm:
-        found, short = llm.embed(TEXTS), llm.embed(TEXTS, dimensions=7)
+        found, short = llm.embed(texts), llm.embed(texts, dimensions=7)
     np.testing.assert_allclose(found, expected, atol=1e-4)
     np.testing.assert_allclose(short, [unit(one[:7]) for one in expected], atol=1e-4)
 
@@ -78,7 +92,10 @@ def test_a_text_has_the_same_bits_alone_and_among_others(tmp_path: Path, options
 @pytest.mark.parametrize("kind", [BERT, ROBERTA, pytest.param(XLM, marks=pytest.mark.exhaustive)])
 def test_scores_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     folder = str(write_encoder(tmp_path / "model", kind, scores=True))
-    logits = np.concatenate([theirs(folder, TEXTS[0], text, scores=True) for text in TEXTS])
+    queries = [*[TEXTS[0]] * 4, *marked(kind) * 2, *marked(kind)]
+    documents = [*TEXTS, *TEXTS, *marked(kind), *reversed(marked(kind))]
+    pairs = [theirs(folder, *pair, scores=True) for pair in zip(queries, documents, strict=True)]
+    logits = np.concatenate(pairs[:4])
     assert np.ptp(logits) > 0.1
     with LLM(folder, **SMALL) as llm:
         found = llm.score(TEXTS[0], TEXTS)
@@ -86,6 +103,8 @@ def test_scores_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
         assert llm.rerank(TEXTS[0], TEXTS)[0][0] == int(np.argmax(logits))
         with pytest.raises(RequestError, match=r"makes no embeddings here: it scores pairs of texts, by /v1/rerank"):
             llm.embed("a")
+        every = llm.score(queries, documents)
+    np.testing.assert_allclose(every, 1 / (1 + np.exp(-np.concatenate(pairs))), atol=1e-4)
     np.testing.assert_allclose(found, 1 / (1 + np.exp(-logits)), atol=1e-4)
     config = json.loads((Path(folder) / "config.json").read_text())
     config["sentence_transformers"] = {"activation_fn": "torch.nn.modules.linear.Identity", "version": "4.1.0"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,16 @@ def words(kind: str) -> tuple[str, str, str, str, str]:
 
 def theirs(folder: Path | str, *texts: str, scores: bool = False) -> np.ndarray[Any, Any]:
     """Of transformers, in float32: the hidden states of a text [T, H], or the logits of a pair [1]."""
-    backend = tokenizers.Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
-    backend.no_truncation()
-    backend.no_padding()
-    found = backend.encode(*texts)
-    name = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModel
-    model = name.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    types = torch.tensor([found.type_ids]) if model.config.type_vocab_size > 1 else None
+    tokenizer, model = _theirs(Path(folder), scores)
+    found = tokenizer(*texts, return_token_type_ids=True)
+    types = torch.tensor([found["token_type_ids"]]) if model.config.type_vocab_size > 1 else None
     with torch.no_grad():
-        out = model(torch.tensor([found.ids]), token_type_ids=types)
+        out = model(torch.tensor([found["input_ids"]]), token_type_ids=types)
     return np.asarray((out.logits if scores else out.last_hidden_state)[0].numpy(), np.float64)
+
+
+@lru_cache(maxsize=1)
+def _theirs(folder: Path, scores: bool) -> tuple[Any, Any]:
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    name = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModel
+    return tokenizer, name.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

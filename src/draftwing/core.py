@@ -111,6 +111,7 @@ class Chunk(NamedTuple):
     final: bool  # the last chunk of the prompt: its last row's logits are sampled
     kept: int | None = None  # place of what the drafter may see of it later, see `DraftChunk`; None: it sees it at once
     saves: tuple[tuple[int, int], ...] = ()  # snapshots of a recurrent model: (tokens of the chunk, state slot)
+    second: int = 0  # as of `GenerationRequest`, of a prompt that is read whole
 
 
 class PromptPart(NamedTuple):

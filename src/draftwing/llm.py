@@ -220,7 +220,7 @@ class LLM:
             return [cosine(*pair) for pair in zip(vectors[: len(first)], vectors[len(first) :], strict=True)]
         pairs = enumerate(zip(first, second, strict=True))
         asked = [pooler.judged(one, other, instruction, f"text_2.{i}", truncate) for i, (one, other) in pairs]
-        return [pooler.score(answer) for answer in self._finished(pooler.judgement_requests(asked))]
+        return [pooler.score(answer) for answer in self._finished(asked)]
 
     def rerank(
         self,

@@ -25,8 +25,9 @@ from draftwing.requests.pooling import Pooling
 class EncoderConfig:
     """What an encoder has beside its layers.
 
-    rows: of the table of positions.  first: row of a text's first token.  tokens: that a text has at most.  types: of
-    tokens, of which the second text of a pair has the second.  pooling: how a text's vector is made, or a pair's score.
+    rows: of the table of positions.  first: row of a text's first token; behind that of the padding token, by its id,
+    unless 0.  tokens: that a text has at most.  types: of tokens, of which the second text of a pair has the second.
+    pooling: how a text's vector is made, or a pair's score.
     """
 
     rows: int
@@ -114,17 +115,24 @@ class Encoder(nn.Module):
 
     def embedded(self, x: Tensor, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """x [M, hidden], embeddings; ids, positions [M] int64 -> [M, hidden]"""
-        # A step without prompts may be anywhere.
-        rows = (positions + self.config.first).clamp(max=self.config.rows - 1)
         types = self.types[0]
-        if self.out is not None and self.config.types > 1:
-            second = torch.zeros_like(ids)
-            for span in _chunks(attend, 0):
-                here = slice(span.offset, span.offset + span.length)
-                ends = ids[here] == ids[span.offset + span.length - 1]  # a separator ends either text
-                second[here] = ((ends.cumsum(0) - ends.long()) > 0).long()
-            types = self.types[second]
-        return x + types + self.positions[rows]
+        if self.config.types > 1 and (pairs := [span for span in _chunks(attend, 0) if span.second]):
+            kinds = torch.zeros_like(ids)
+            for span in pairs:
+                kinds[span.offset + span.second : span.offset + span.length] = 1
+            types = self.types[kinds]
+        return x + types + self.positions[self._rows(ids, positions)]
+
+    def _rows(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids, positions [M] -> [M]: rows of the table of positions. Where they begin behind that of the padding token,
+        one that is written in a text is not counted and has its own."""
+        first = self.config.first
+        if first:
+            padding = ids == first - 1
+            seen = F.pad(padding.cumsum(0), (1, 0))  # [M + 1], before each token of the step
+            begins = (torch.arange(len(ids), device=ids.device) - positions).clamp(min=0)
+            positions = (positions + first - seen[1:] + seen[begins]).masked_fill(padding, first - 1)
+        return positions.clamp(max=self.config.rows - 1)  # a step without prompts may be anywhere
 
     def pooled(self, x: Tensor, attend: Attend) -> Tensor:
         """x [M, hidden], behind the last norm -> the same, overwritten; in the place of each text's last token lies its

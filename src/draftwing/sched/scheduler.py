@@ -314,7 +314,7 @@ class Scheduler:
                 continue
             kept = self.catch_ups.prefill(req, length, final)
             saves = () if self.kv.states is None else self.kv.states.saves(req, length)
-            chunks.append(Chunk(req.row, req.sent, length, final, kept, saves))
+            chunks.append(Chunk(req.row, req.sent, length, final, kept, saves, req.request.second))
             chosen.append(req)
             req.sent += length
             req.bound = req.sent

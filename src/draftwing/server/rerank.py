@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from draftwing.errors import RequestError
+from draftwing.requests.request import GenerationRequest
 from draftwing.server.embeddings import Pooled, PooledBody, ask_vectors, pooler_of, usage
 from draftwing.server.endpoints import read_generation, respond, schema, unless_disconnected
 from draftwing.server.schema import MAX_PROMPTS, Body
@@ -78,7 +79,7 @@ async def ask_scores(
             body.source,
         )
 
-    def prompts(gone: Callable[[], bool]) -> list[list[int]]:
+    def requests(gone: Callable[[], bool]) -> list[GenerationRequest]:
         made = []
         for i, (query, document) in enumerate(zip(every, documents, strict=True)):
             if gone():
@@ -87,8 +88,8 @@ async def ask_scores(
             made.append(pooler.judged(query, document, body.instruction, field, body.truncate is True))
         return made
 
-    asked = prompts(lambda: False) if size <= _INLINE_CHARACTERS else await service.pools.run(size, prompts)
-    generation = await service.submit(pooler.judgement_requests(asked), body)
+    asked = requests(lambda: False) if size <= _INLINE_CHARACTERS else await service.pools.run(size, requests)
+    generation = await service.submit(asked, body)
     return generation, lambda done: [pooler.score(answer) for answer in done.answers]
 
 

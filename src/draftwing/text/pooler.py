@@ -95,12 +95,17 @@ class Pooler:
         instruction: str | None,
         field: str,
         truncate: bool = False,
-    ) -> list[int]:
-        """Returns the prompt that asks a model whether a document meets a query. Its parts are tokenized one by one, as
-        the rerankers' own code does. truncate: leaves out the end of a document that is too long. Raises
+    ) -> GenerationRequest:
+        """Returns the request that asks a model whether a document meets a query. Its parts are tokenized one by one,
+        as the rerankers' own code does. truncate: leaves out the end of a document that is too long. Raises
         RequestError, naming `field`, for one that is too long otherwise."""
         if self._pooling.scores:
-            return self.fit(self._tokenizer.encode_pair(query, document), field, truncate, self.ending)
+            ids, second = self._tokenizer.encode_pair(query, document)
+            return _request(self.fit(ids, field, truncate, self.ending), self._states)._replace(second=second)
+        ids = self._question(query, document, instruction, field, truncate)
+        return _request(ids, LogprobParams(token_ids=self.answers()))
+
+    def _question(self, query: str, document: str, instruction: str | None, field: str, truncate: bool) -> list[int]:
         asked = f"<Instruct>: {instruction or INSTRUCTION}\n\n<Query>: {query}\n<Document>: {document}"
         before, after = f"{_JUDGE}\n\n", "\nAnswer:"
         if len(self._encode("<|im_start|><|im_end|>")) == 2:
@@ -125,11 +130,6 @@ class Pooler:
                 "model",
             )
         return found[0][0], found[1][0]
-
-    def judgement_requests(self, prompts: Iterable[Sequence[int]]) -> list[GenerationRequest]:
-        """Returns a request for the score of each prompt."""
-        wanted = self._states if self._pooling.scores else LogprobParams(token_ids=self.answers())
-        return [_request(ids, wanted) for ids in prompts]
 
     def score(self, answer: Answer) -> float:
         """Returns the probability of "yes" against "no", 0 to 1, of a finished answer, or what the model's head says.

@@ -95,9 +95,11 @@ class Tokenizer:
         as the checkpoint asks."""
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_pair(self, first: str, second: str) -> list[int]:
-        """Returns the ids of two texts as the checkpoint joins them. Otherwise as `encode`."""
-        return self.backend.encode(first, second).ids
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Returns the ids of two texts as the checkpoint joins them, and where the second begins if the checkpoint
+        tells them apart, else 0. Otherwise as `encode`."""
+        found = self.backend.encode(first, second)
+        return found.ids, found.type_ids.index(1) if 1 in found.type_ids else 0
 
     def encode_many(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Encodes each text. Other Python threads run meanwhile: the library gives up the interpreter's lock for

@@ -119,6 +119,7 @@ class ChunkSpan(NamedTuple):
     final: bool = True  # the last chunk of a prompt
     saves: tuple[tuple[int, int], ...] = ()  # of states: (tokens of the chunk, 1 .. length, state slot), ascending
     mutual: tuple[tuple[int, int], ...] = ()  # positions [start, end), ascending, whose tokens see each other
+    second: int = 0  # as of `Chunk`
 
     def counts(self) -> list[int]:
         """Returns how many of the row's positions each query sees where these tokens see each other."""
@@ -133,7 +134,7 @@ def spans_of(chunks: Sequence[Chunk]) -> tuple[ChunkSpan, ...]:
     """Returns the spans of chunks that follow each other in a flat batch; chunk i is batch row i."""
     offsets = accumulate((chunk.length for chunk in chunks), initial=0)
     return tuple(
-        ChunkSpan(i, offset, chunk.start, chunk.length, chunk.final, chunk.saves)
+        ChunkSpan(i, offset, chunk.start, chunk.length, chunk.final, chunk.saves, second=chunk.second)
         for i, (offset, chunk) in enumerate(zip(offsets, chunks, strict=False))
     )
 
