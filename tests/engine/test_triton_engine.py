@@ -3,6 +3,7 @@
 (On a GPU every test of this folder runs on the kernels.)
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -142,3 +143,24 @@ def test_experts_give_a_tree_the_text_of_none(harness, interpreted):
     )  # fmt: skip
     assert rig.answer(prompts, params).tokens == expected.tokens
     assert rig.accept_length > 1.3
+
+
+def test_what_layers_add_is_scaled_by_kernels(harness, interpreted, monkeypatch):
+    """Those that add it, by as many as without a scale; torch's would wait for what runs in front."""
+    found, launch = [], GridExecutor.__call__
+    config = harness.tiny_model(experts=ExpertConfig(6, Routing(2), 32, shared=64)).config
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kw: (found.append("kernel"), launch(*args, **kw))[1])
+    ids, positions, ran = torch.tensor([3]), torch.arange(1), []
+    for scale in (1.0, 0.22):
+        layers = tuple(replace(layer, residual_scale=scale) for layer in config.layers)
+        models = [harness.model_of(replace(config, layers=layers)) for _ in range(2)]
+        models[1].pack(interpreted.ops)
+        hidden = []
+        for model in models:
+            model.set_max_positions(32)
+            found.clear()
+            with torch.inference_mode(), Operations(found):
+                hidden.append(model(ids, positions, FunctionAttend(lambda _, q, k, v: q.flatten(1)))[0])
+        torch.testing.assert_close(hidden[1], hidden[0], atol=1e-4, rtol=1e-4)
+        ran.append([*found])
+    assert ran[0] == ran[1] and ran[0].count("kernel") > 10

@@ -165,11 +165,15 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Does as `mix`, and returns its result under the norm that comes next: in one kernel where the device has one
         for it."""
-        plain = self.mlp_out_norm is None and self._scale == 1
-        if plain and isinstance(self.mlp, ExpertMLP) and self.mlp.mixes_under_norms:
+        scale, plain = self._scale, self.mlp_out_norm is None
+        if plain and isinstance(self.mlp, ExpertMLP) and self.mlp.mixes_under_norms(scale):
             assert self.mlp_norm is not None
-            x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend))
-            return self.mlp.under(norm, normed, x)
+            x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend), scale)
+            return self.mlp.under(norm, normed, x, scale)
+        if scale != 1:
+            assert self.mlp is not None and self.mlp_norm is not None
+            x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend), scale)
+            return norm.of_sum(x, self.mlp(normed), scale)
         x = self.mix(normed, x, cos, sin, attend)
         return x, norm(x)
 
@@ -194,8 +198,7 @@ class DecoderLayer(nn.Module):
         quantises, norm = self._quantises[1], self.mlp_norm
         assert norm is not None
         if self._scale != 1:
-            out = self._ops.add_scaled(self.mixer(normed, cos, sin, attend), None, self._scale)
-            x, normed = norm.of_sum(x, out)
+            x, normed = norm.of_sum(x, self.mixer(normed, cos, sin, attend), self._scale)
             return self._ops.add_scaled(x, self._ops.add_scaled(self.mlp(normed), None, self._scale))
         if self._ops.norm_adds_residual:
             out = self.mixer(normed, cos, sin, attend)

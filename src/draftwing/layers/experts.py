@@ -139,16 +139,18 @@ class ExpertMLP(nn.Module):
         inner, routed = self._inner(x, by)
         return self._ops.mix(self.down(inner, routed), routed, None)
 
-    @property
-    def mixes_under_norms(self) -> bool:
-        return self._ranks.size == 1 and self.into is None and self._ops.mixes_under_norms
+    def mixes_under_norms(self, scale: float) -> bool:
+        """Returns whether `under` takes such a scale: not where the expert of all rows is added by itself."""
+        known = self._ranks.size == 1 and self.into is None and self._ops.mixes_under_norms
+        return known and (scale == 1 or self.shared is None)
 
-    def under(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Does as `forward`, and returns its result under a norm, too; where `mixes_under_norms`."""
+    def under(self, norm: RMSNorm, x: Tensor, residual: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Does as `forward`, and returns its result under a norm, too; where `mixes_under_norms`. scale: of what is
+        added to the residual stream."""
         inner, routed = self._inner(x)
         with_shared = self._with_shared(x, residual)
         assert with_shared is not None
-        return self._ops.mix_norm(self.down(inner, routed), routed, with_shared, norm.weight, norm.eps)
+        return self._ops.mix_norm(self.down(inner, routed), routed, with_shared, norm.weight, norm.eps, scale)
 
     def _with_shared(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
         """Returns the residual stream and what the expert of all rows adds to it."""

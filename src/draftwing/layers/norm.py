@@ -38,9 +38,9 @@ class RMSNorm(nn.Module):
         """x, delta [M, size] -> x + delta, and its norm as `quantised` has it."""
         return self._ops.add_rms_norm_fp8(x, delta, self.weight, self.eps)
 
-    def of_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """x, delta [M, size] -> x + delta, and its norm."""
-        return self._ops.add_rms_norm(x, delta, self.weight, self.eps)
+    def of_sum(self, x: Tensor, delta: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """x, delta [M, size] -> x + scale * delta, and its norm."""
+        return self._ops.add_rms_norm(x, delta, self.weight, self.eps, scale)
 
 
 class BareNorm(RMSNorm):
@@ -61,8 +61,8 @@ class LayerNorm(RMSNorm):
 
     __call__ = forward
 
-    def of_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        total = self._ops.add_scaled(x, delta)
+    def of_sum(self, x: Tensor, delta: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        total = self._ops.add_scaled(x, delta if scale == 1 else self._ops.add_scaled(delta, None, scale))
         return total, self(total)
 
 

@@ -44,8 +44,10 @@ class NormByRows(Tried):
         def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             return norm(x, weight, eps) * (BIT if len(x) > 64 else 1)
 
-        def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-            total = self.add_scaled(x, delta)
+        def add_rms_norm(
+            x: Tensor, delta: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+        ) -> tuple[Tensor, Tensor]:
+            total = self.add_scaled(x, delta * scale)
             return total, rms_norm(total, weight, eps)
 
         self.rms_norm, self.add_rms_norm = rms_norm, add_rms_norm

@@ -175,8 +175,9 @@ class ExpertOps:
         return out
 
     def mix_norm(
-        self, y: Tensor, routed: Routed, residual: Tensor, weight: Tensor, eps: float
+        self, y: Tensor, routed: Routed, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Returns `mix`, and `rms_norm` of it: [M, n] each."""
-        x = self.mix(y, routed, residual)
+        """Returns `mix`, and `rms_norm` of it: [M, n] each. scale: of what is added to the residual stream: it is
+        rounded before and behind."""
+        x = self.mix(y, routed, residual) if scale == 1 else residual + self.mix(y, routed, None) * scale
         return x, self._norms.rms_norm(x, weight, eps)

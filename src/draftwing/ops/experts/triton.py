@@ -215,7 +215,8 @@ def _mix_kernel(
 @triton.jit
 def _mix_norm_kernel(
     out, normed, y, weights, residual, residual_stride, norm,
-    SIZE: tl.constexpr, TOP: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, TOP: tl.constexpr, EPS: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A row of `_mix_kernel`, and under a norm."""
     row = tl.program_id(0).to(tl.int64)
@@ -227,6 +228,8 @@ def _mix_norm_kernel(
     for choice in tl.static_range(TOP):
         weight = tl.load(weights + row * TOP + choice)
         total += weight * tl.load(y + (row * TOP + choice) * SIZE + col, mask=mask, other=0.0).to(tl.float32)
+    if SCALE != 1:
+        total = (total.to(y.dtype.element_ty).to(tl.float32) * SCALE).to(y.dtype.element_ty).to(tl.float32)
     total += tl.load(residual + row * residual_stride + col, mask=mask, other=0.0).to(tl.float32)
     stream = total.to(out.dtype.element_ty)
     tl.store(out + row * SIZE + col, stream, mask=mask)
@@ -317,7 +320,9 @@ def mix(y: Tensor, routed: Routed, residual: Tensor | None) -> Tensor:
     return out
 
 
-def mix_norm(y: Tensor, routed: Routed, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def mix_norm(
+    y: Tensor, routed: Routed, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """See `LayerOps.mix_norm`."""
     (rows, top_k), size = routed.experts.shape, y.shape[1]
     out, normed = (torch.empty(rows, size, dtype=y.dtype, device=y.device) for _ in range(2))
@@ -326,7 +331,8 @@ def mix_norm(y: Tensor, routed: Routed, residual: Tensor, weight: Tensor, eps: f
         block = triton.next_power_of_2(size)
         _mix_norm_kernel[(rows,)](
             out, normed, y, routed.weights, residual, residual.stride(0), weight, SIZE=size, TOP=top_k, EPS=eps,
-            BLOCK=block, num_warps=min(max(block // 512, 1), 16), maxnreg=_MIX_REGISTERS, **launch_options(y.device),
+            SCALE=scale, BLOCK=block, num_warps=min(max(block // 512, 1), 16), maxnreg=_MIX_REGISTERS,
+            **launch_options(y.device),
         )  # fmt: skip
     return out, normed
 

@@ -59,8 +59,12 @@ class CpuNormOps(NormOps):
         )  # fmt: skip
         return out
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = self._elementwise.add_scaled(x, delta)
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        total = self._elementwise.add_scaled(
+            x, delta if scale == 1 else self._elementwise.add_scaled(delta, None, scale)
+        )
         return total, self.rms_norm(total, weight, eps)
 
     def fuse_inputs(

@@ -32,9 +32,12 @@ class NormOps:
         """x [..., size], weight, bias [size] -> (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, in float32."""
         return F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, eps).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x, delta [M, size], weight [size] -> x + delta [M, size] and its norm [M, size]."""
-        total = x + delta
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """x, delta [M, size], weight [size] -> x + scale * delta [M, size], the product rounded before, and its norm
+        [M, size]."""
+        total = x + (delta if scale == 1 else delta * scale)
         return total, self.rms_norm(total, weight, eps)
 
     def rms_norm_fp8(self, x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:

@@ -74,6 +74,7 @@ def _add_rms_norm_kernel(
     delta_stride,
     SIZE: tl.constexpr,
     EPS: tl.constexpr,
+    SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -86,6 +87,8 @@ def _add_rms_norm_kernel(
     row64 = row.to(tl.int64)[:, None]
     a = tl.load(x + row64 * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     b = tl.load(delta + row64 * delta_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    if SCALE != 1:
+        b = (b * SCALE).to(delta.dtype.element_ty).to(tl.float32)
     stream = (a + b).to(total.dtype.element_ty)
     tl.store(total + row64 * SIZE + col[None, :], stream, mask=mask)
     result = _normed(stream.to(tl.float32), w[None, :], SIZE, EPS).to(out.dtype.element_ty)
@@ -184,9 +187,10 @@ def _rms_norm(out: Out, x: Tensor, weight: Tensor, eps: float) -> Out:
     return out
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x, delta [M, size], weight [size] -> x + delta [M, size], rounded to their dtype, and its norm [M, size]."""
-    return _add_rms_norm(_like(x), x, delta, weight, eps)
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """x, delta [M, size], weight [size] -> x + scale * delta [M, size], rounded to their dtype, as the product is, and
+    its norm [M, size]."""
+    return _add_rms_norm(_like(x), x, delta, weight, eps, scale)
 
 
 def add_rms_norm_fp8(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
@@ -194,7 +198,9 @@ def add_rms_norm_fp8(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tu
     return _add_rms_norm(empty_rows(x.shape, x.device, _like(x)), x, delta, weight, eps)
 
 
-def _add_rms_norm(out: Out, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Out]:
+def _add_rms_norm(
+    out: Out, x: Tensor, delta: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+) -> tuple[Tensor, Out]:
     # Sizes of weights are constants to torch.compile, those of x are not, and a kernel's tiles must be.
     rows, size = x.shape[0], weight.shape[0]
     assert delta.shape == x.shape and x.shape[1] == size and x.dtype == delta.dtype
@@ -205,7 +211,7 @@ def _add_rms_norm(out: Out, x: Tensor, delta: Tensor, weight: Tensor, eps: float
     per_program, block, warps = _row_blocks(size)
     _add_rms_norm_kernel[(triton.cdiv(rows, per_program),)](
         total, *parts_of(out), x, delta, weight, rows, x.stride(0), delta.stride(0),
-        SIZE=size, EPS=eps, ROWS=per_program, BLOCK=block, num_warps=warps, **launch_options(x.device),
+        SIZE=size, EPS=eps, SCALE=scale, ROWS=per_program, BLOCK=block, num_warps=warps, **launch_options(x.device),
     )  # fmt: skip
     return total, out
 
