@@ -264,8 +264,8 @@ def whole_logits(model: DecoderModel, ids: Tensor) -> Tensor:
     return model.logits(model(ids, torch.arange(len(ids)), Causal(1, len(ids)))[0])
 
 
-def on_two_ranks(path: Path, ops: TorchOps, ids: Tensor, expert_parallel: bool = False, **kw: Any) -> Tensor:
-    """The logits of a packed model that is spread over two ranks, which agree on them. kw: as `load_model` has
+def on_ranks(path: Path, ops: TorchOps, ids: Tensor, expert_parallel: bool = False, size: int = 2, **kw: Any) -> Tensor:
+    """The logits of a packed model that is spread over so many ranks, which agree on them. kw: as `load_model` has
     them."""
 
     def share(ranks: Ranks) -> Tensor:
@@ -273,9 +273,9 @@ def on_two_ranks(path: Path, ops: TorchOps, ids: Tensor, expert_parallel: bool =
         model.pack(ops)
         return whole_logits(model, ids)
 
-    with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(share, meet(2, expert_parallel))
-    assert torch.equal(one, other)
+    with ThreadPoolExecutor(size) as pool:
+        one, *others = pool.map(share, meet(size, expert_parallel))
+    assert all(torch.equal(one, other) for other in others)
     return one
 
 

@@ -131,17 +131,19 @@ def lead(rig: Any, others: list[Any]) -> Any:
         return flying
 
     def agree() -> bool:
-        (other,) = threads.others
-        end = time.monotonic() + 20.0  # its thread may be behind; the newest step lands there with the next
-        while own and len(other.landings) < max(len(own) - 2, 1) and time.monotonic() < end:
+        end = time.monotonic() + 20.0  # their threads may be behind; the newest step lands there with the next
+        landed = [other.landings for other in threads.others]
+        while own and min(map(len, landed)) < max(len(own) - 2, 1) and time.monotonic() < end:
             time.sleep(0.001)
-        known = min(len(own), len(other.landings))
-        for flying, theirs in zip(own[:known], other.landings[:known], strict=True):
+        known = min(len(own), *map(len, landed))
+        for flying, *every in zip(own[:known], *(landings[:known] for landings in landed), strict=True):
             mine = flying.wait()
-            for part in ("tokens", "count", "order", "mark", "confidence"):
-                assert np.array_equal(getattr(mine, part), getattr(theirs, part)), part
-            assert mine.logprobs == theirs.logprobs and mine.prompt_logprobs == theirs.prompt_logprobs
-        del own[:known], other.landings[:known]
+            for theirs in every:
+                for part in ("tokens", "count", "order", "mark", "confidence"):
+                    assert np.array_equal(getattr(mine, part), getattr(theirs, part)), part
+                assert mine.logprobs == theirs.logprobs and mine.prompt_logprobs == theirs.prompt_logprobs
+        for landings in (own, *landed):
+            del landings[:known]
         return bool(known) or len(own) < 2
 
     rig.executor.commit, rig.agree = committed, agree

@@ -164,6 +164,23 @@ def test_two_ranks(made: Made, kind: str) -> None:
     assert texts(folder, drafters[-1], "float32", **own, **TREE) == plain(folder, "float32")
 
 
+SPREAD: dict[str, dict[str, int]] = {  # over four ranks; others have two key heads
+    "granite4": {}, "nemotron-h-moe": {}, "falcon-h1": {}, "lfm2": {}, "lfm3": {},
+    "qwen3-next": {"linear_num_key_heads": 6, "linear_num_value_heads": 12},
+    "kimi-linear": {"linear_num_heads": 6, "num_attention_heads": 6, "num_key_value_heads": 6},
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive  # tests/parallel/test_shares.py has their logits
+@pytest.mark.parametrize("kind", SPREAD)
+def test_four_ranks(tmp_path: Path, kind: str) -> None:
+    """With a group of heads, or an expert, on some of them."""
+    folder, drafters = written(tmp_path, kind, **SPREAD[kind])
+    own: dict[str, Any] = {"tp_size": 4, "max_running_requests": 3, "speculative_fixed_shape": True}
+    own["enable_expert_parallel"] = kind in ("granite4", "nemotron-h-moe")
+    assert texts(folder, drafters[-1], "float32", **own, **TREE) == plain(folder, "float32")
+
+
 @pytest.mark.parametrize("kind", ["qwen3.5", "qwen4"])
 def test_what_is_cached_is_what_steps_would_make(made: Made, kind: str) -> None:
     """The same prompts again and again, then conversations that go on, in a pool that is too small for two of them; one

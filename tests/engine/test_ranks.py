@@ -1,4 +1,4 @@
-"""Whoever drafts, on two ranks: the texts of one rank without drafts, and the same results on both ranks.
+"""Whoever drafts, on two or four ranks: the texts of one rank without drafts, and the same results on all ranks.
 
 (The suites of `test_exact.py` and `test_requests.py` run on two ranks, too, with drafters that need no model.)
 """
@@ -33,6 +33,7 @@ from draftwing.spec.pair_drafter import PairDrafter
 
 TREE, COPIED = TreeShape(4, 3, 12), TreeShape(7, 3, 10)
 KINDS = ["EAGLE", "EAGLE3", "NEXTN", "NEXTN 3 layers", "DSPARK", "DFLASH", "DFLASH2", "STANDALONE", "EAGLE3+NGRAM"]
+KINDS += [pytest.param(f"{kind} on 4", marks=pytest.mark.exhaustive) for kind in ("EAGLE3", "NEXTN", "DFLASH")]
 CPU = torch.device("cpu")
 pytestmark = [
     pytest.mark.slow,
@@ -42,16 +43,17 @@ pytestmark = [
 
 
 class Case:
-    """A target's shares on two ranks, and drafters for each of them."""
+    """A target's shares on two ranks, or four, and drafters for each of them."""
 
     def __init__(self, kind: str, folder: Path, harness: Any) -> None:
+        kind, _, four = kind.partition(" on ")
         self.kind, self.h = kind.partition("+")[0], harness
         self.pair = "+" in kind
         make, scale = MAKERS.get(self.kind, (exact_eagle3, 0.65))
         exact = make()
         self.head, self.folder = exact.head, folder
         whole = load_model(disturbed(exact.target, scale).write(folder / "target"), torch.float32, CPU)
-        self.target, *others = shares_of(whole, make_ops(CPU))
+        self.target, *others = shares_of(whole, make_ops(CPU), int(four or 2))
         self.target.others, self.target.whole = others, (whole,)
         self.prompts = harness.prompts_for(5, seed=3)
         self.params = [harness.greedy(24) if i % 3 else harness.seeded(24, seed=i) for i in range(5)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from block_ops import BlockTorchOps
 from gguf import GGMLQuantizationType as Type
-from hybrid_models import on_two_ranks, tokens, whole_logits
+from hybrid_models import on_ranks, tokens, whole_logits
 from moe_models import YARN, reference, write_gguf
 
 from draftwing.errors import CheckpointError
@@ -108,7 +108,7 @@ def test_experts_of_a_file_are_spread_whole(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "folder")
     expected = whole_logits(load_model(path, torch.float32, "cpu"), ids)
     for each in (path, tmp_path / "folder"):
-        found = on_two_ranks(each, ops, ids, expert_parallel=True)
+        found = on_ranks(each, ops, ids, expert_parallel=True)
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
         for rank in range(2):
             _, read = open_checkpoint(each, ranks=Absent(2, rank, True))

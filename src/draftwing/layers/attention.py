@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec
 from draftwing.layers.block_indexer import BlockIndexConfig, BlockIndexer
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, own_heads
 from draftwing.layers.linear import Linear
-from draftwing.layers.norm import BareNorm, RMSNorm
+from draftwing.layers.norm import BareNorm, RMSNorm, row_squares
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import AttentionKind, HeadNorms, HeadShape
 from draftwing.ops.fp8.spec import Fp8Rows
@@ -109,33 +109,37 @@ class AttentionConfig(MixerConfig):
             self.index.check()
 
     def spread(self, ranks: Ranks) -> AttentionConfig:
-        """Returns the sizes of one rank; a key/value head may be on several."""
+        """Returns the sizes of one rank, which may have a key/value head more than others; one may be on several."""
         size = ranks.size
         if size == 1:
             return self
-        if self.heads % size or (self.kv_heads % size and size % self.kv_heads):
+        heads, keys = self._own(ranks)
+        if self.whole_norms and (self.heads % size or (self.kv_heads % size and size % self.kv_heads)):
             raise ConfigError(
-                f"--tp-size {size}: expected a number that divides the model's {self.heads} attention heads, and "
-                f"divides its {self.kv_heads} key/value heads or is a multiple of them; found {size}"
+                f"--tp-size {size}: expected a number that divides the model's {self.heads} attention heads, over all "
+                f"of which it has norms, and divides its {self.kv_heads} key/value heads or is a multiple of them; "
+                f"found {size}"
             )
-        return replace(self, heads=self.heads // size, kv_heads=max(self.kv_heads // size, 1))
+        return replace(self, heads=len(heads), kv_heads=len(keys))
+
+    def _own(self, ranks: Ranks) -> tuple[range, range]:
+        """Returns the heads of queries, and of keys and values, that one rank has."""
+        return own_heads(ranks, self.heads, self.kv_heads, "attention heads")
 
     def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
-        own, size, rank = self.spread(ranks), ranks.size, ranks.rank
-        q_rows, kv_rows = own.heads * own.head_dim, own.kv_heads * own.head_dim
-        q = Share(rank * q_rows, q_rows, size * q_rows)
-        first = rank * self.kv_heads // size  # a key/value head may be on several ranks
-        kv = Cut(0, Share(first * own.head_dim, kv_rows, self.kv_heads * own.head_dim))
+        (heads, keys), size = self._own(ranks), self.head_dim
+        q_rows, kv_rows = len(heads) * size, len(keys) * size
+        q = Share(heads.start * size, q_rows, self.heads * size)
+        kv = Cut(0, Share(keys.start * size, kv_rows, self.kv_heads * size))
         made = q_rows * (1 + self.gated)
-        q_order, k_order = self._q_order(own, rank), self._order(range(first, first + own.kv_heads), self.kv_heads)
+        q_order, k_order = self._q_order(heads), self._order(keys, self.kv_heads)
         parts: list[StoredMatrix | StoredVector] = []
         if self.fused:
-            every = range(rank * own.heads, (rank + 1) * own.heads)
             parts.append(
-                self._stored_by_head(every) if self.by_head else self._stored_as_one((q, q_order), (kv.share, k_order))
+                self._stored_by_head(heads) if self.by_head else self._stored_as_one((q, q_order), (kv.share, k_order))
             )
         elif self.gate_rows:
-            parts.append(self._stored_gates(own, rank))
+            parts.append(self._stored_gates(heads))
             parts.append(StoredMatrix("self_attn.q_proj", "qkv", q_rows, q_rows, self.qkv_bias, Cut(0, q), q_order))
         else:
             parts.append(StoredMatrix("self_attn.q_proj", "qkv", 0, made, self.qkv_bias, Cut(0, q), q_order))
@@ -146,10 +150,10 @@ class AttentionConfig(MixerConfig):
                 parts.append(StoredMatrix(f"self_attn.{name}", "qkv", at, kv_rows, self.qkv_bias, kv, order))
         parts.append(StoredMatrix("self_attn.o_proj", "o", 0, hidden, self.o_bias, Cut(1, q)))
         if self.sinks:
-            cut = Cut(0, Share(rank * own.heads, own.heads, self.heads)) if size > 1 else None
-            parts.append(StoredVector("self_attn.sinks", "sinks", own.heads, cut))
+            cut = Cut(0, Share(heads.start, len(heads), self.heads)) if ranks.size > 1 else None
+            parts.append(StoredVector("self_attn.sinks", "sinks", len(heads), cut))
         if self.qk_norm and not self.bare_norms:
-            parts += self._stored_norms(own, ranks)
+            parts += self._stored_norms(heads, keys)
         return parts if self.index is None else [*parts, *self.index.stored()]
 
     def _stored_as_one(self, queries: tuple[Share, Order | None], keys: tuple[Share, Order | None]) -> StoredMatrix:
@@ -162,11 +166,11 @@ class AttentionConfig(MixerConfig):
         order, rows = ordered(0, runs, at), q.size + 2 * kv.size
         return StoredMatrix("self_attn.qkv_proj", "qkv", 0, rows, self.qkv_bias, Cut(0, Share(0, at, at)), order)
 
-    def _stored_gates(self, own: AttentionConfig, rank: int) -> StoredMatrix:
-        """Returns the matrix of gates alone, whose rows are repeated where a head has one. own: of this rank."""
-        rows, whole = own.heads * self.head_dim, self.heads * self.gate_rows
-        share = Cut(0, Share(rank * own.heads * self.gate_rows, own.heads * self.gate_rows, whole))
-        each = ((rank * own.heads + head, 1) for head in range(own.heads) for _ in range(self.head_dim))
+    def _stored_gates(self, heads: range) -> StoredMatrix:
+        """Returns the matrix of gates alone, whose rows are repeated where a head has one. heads: of this rank."""
+        rows, whole = len(heads) * self.head_dim, self.heads * self.gate_rows
+        share = Cut(0, Share(heads.start * self.gate_rows, len(heads) * self.gate_rows, whole))
+        each = ((head, 1) for head in heads for _ in range(self.head_dim))
         order = ordered(0, each, whole) if self.gate_rows == 1 else None
         return StoredMatrix("self_attn.gate_proj", "qkv", 0, rows, False, share, order)
 
@@ -179,17 +183,13 @@ class AttentionConfig(MixerConfig):
         whole = Cut(0, Share(0, turned.whole, turned.whole))
         return StoredMatrix("self_attn.qkv_proj", "qkv", 0, 3 * len(heads) * size, self.qkv_bias, whole, order)
 
-    def _stored_norms(self, own: AttentionConfig, ranks: Ranks) -> list[StoredVector]:
-        """own: of this rank."""
-        first = ranks.rank * self.kv_heads // ranks.size
+    def _stored_norms(self, queries: range, keys: range) -> list[StoredVector]:
+        """queries, keys: heads of this rank."""
         found = []
-        for name, at, heads, count in (
-            ("q_norm", ranks.rank * own.heads, own.heads, self.heads),
-            ("k_norm", first, own.kv_heads, self.kv_heads),
-        ):
-            at, heads, count = (at, heads, count) if self.whole_norms else (0, 1, 1)
-            order = self._order(range(at, at + heads), count)
-            share = Share(at * self.head_dim, heads * self.head_dim, count * self.head_dim)
+        for name, heads, count in (("q_norm", queries, self.heads), ("k_norm", keys, self.kv_heads)):
+            heads, count = (heads, count) if self.whole_norms else (range(1), 1)
+            order = self._order(heads, count)
+            share = Share(heads.start * self.head_dim, len(heads) * self.head_dim, count * self.head_dim)
             cut = Cut(0, share) if order is None and share.size < share.whole else None
             found.append(StoredVector(f"self_attn.{name}.weight", f"{name}.weight", share.size, cut, True, order))
         return found if self.kv_from is None else found[:1]
@@ -210,9 +210,8 @@ class AttentionConfig(MixerConfig):
         size = every * self.head_dim
         return ordered(0, [(head * size + at, rows) for head in heads for at, rows in runs], count * size)
 
-    def _q_order(self, own: AttentionConfig, rank: int) -> Order | None:
-        """Of the rows of queries: all gates, then all queries."""
-        heads = range(rank * own.heads, (rank + 1) * own.heads)
+    def _q_order(self, heads: range) -> Order | None:
+        """Of the rows of queries of these heads: all gates, then all queries."""
         if not self.gated or self.gate_rows:
             return self._order(heads, self.heads)
         size, queries = 2 * self.head_dim, self._order(heads, self.heads, 2)
@@ -328,9 +327,7 @@ class Attention(Mixer):
         both = [(self.k_norm, k)] if q.shape[1] == 0 else [(self.q_norm, copied(q)), (self.k_norm, k)]
         if self._ranks.size == 1:
             return self.ops.concat_columns(*(norm(x) for norm, x in both), v)
-        # A rank's sum of squares is the product of a row with itself, which has the same bits in any batch.
-        every = torch.arange(len(made), device=made.device).unsqueeze(1)
-        squares = torch.cat([self.ops.exact_logits(x, x, every) for _, x in both], 1)  # [M, 1 or 2]
+        squares = torch.cat([row_squares(self.ops, x) for _, x in both], 1)  # [M, 1 or 2]
         sums = self.ops.sum_parts(self._ranks.gather(squares), None, None)
         normed = []
         for (norm, x), total in zip(both, sums.split(1, 1), strict=True):

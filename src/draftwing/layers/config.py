@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from draftwing.ops.attention.attend import Attend
 from draftwing.ops.experts.routing import Routing
 from draftwing.ops.table import PLAIN, LayerOps
 from draftwing.parallel.cut import Cut, Order
-from draftwing.parallel.ranks import ALONE, Ranks
+from draftwing.parallel.ranks import ALONE, Absent, Ranks, Share
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,45 @@ class NormConfig:
 NORM = NormConfig()  # of Llama
 # Of a gate: SiLU, or GELU by tanh. Without a gate: the square of ReLU, xIELU, GELU by tanh and as it is.
 Activation = Literal["silu", "gelu", "relu2", "xielu", "ungated_gelu", "ungated_exact_gelu"]
+
+
+def own_heads(ranks: Ranks, heads: int, groups: int, what: str) -> tuple[range, range]:
+    """Returns which heads one rank has, and which groups these are of: whole groups, or of one, which other ranks
+    have, too, some heads. what: they are called. Raises ConfigError for fewer heads than ranks."""
+    if ranks.size > heads:
+        raise ConfigError(
+            f"--tp-size {ranks.size}: expected at most {heads}, a rank for each of the model's {what}; found "
+            f"{ranks.size}"
+        )
+    each = heads // groups
+    if groups >= ranks.size:
+        start, size, _ = ranks.even_share(groups)
+        return range(start * each, (start + size) * each), range(start, start + size)
+    group = ranks.rank * groups // ranks.size
+    among = ranks_of_group(ranks, groups)
+    start, end = (group * each - -(at - among.start) * each // len(among) for at in (ranks.rank, ranks.rank + 1))
+    return range(start, end), range(group, group + 1)
+
+
+def ranks_of_group(ranks: Ranks, groups: int) -> range:
+    """Returns those that have heads of this rank's group, where there are fewer groups than ranks."""
+    group = ranks.rank * groups // ranks.size
+    first, end = (-(-at * ranks.size // groups) for at in (group, group + 1))
+    return range(first, end)
+
+
+BLOCKS = 64, 32  # columns that kernels, or a format's blocks, want together
+MANY = 8  # blocks that a rank has at least, of which others may have one more or less
+
+
+def width_share(ranks: Ranks, whole: int) -> Share:
+    """Returns the share of so many columns between two matrices: the same on all ranks, or as many blocks as can be.
+    One that is not the same leaves a rest where there are few blocks: `LayerConfig.spread` refuses that."""
+    for block in BLOCKS:
+        if whole % block == 0 and whole // block >= MANY * ranks.size:
+            return ranks.even_share(whole, block)
+    size = whole // ranks.size
+    return Share(ranks.rank * size, size, whole)
 
 
 @dataclass(frozen=True)
@@ -83,18 +121,18 @@ class ExpertConfig:
         return range(self.count) if self.own is None else self.own
 
     def spread(self, ranks: Ranks) -> ExpertConfig:
-        """Returns what one rank has: some experts whole, or a share of each. Raises ConfigError for a number of experts
-        that cannot be divided."""
-        shared = self.shared // ranks.size
+        """Returns what one rank has: some experts whole, or a share of each. Raises ConfigError for fewer experts than
+        ranks that are to have some."""
+        shared = width_share(ranks, self.shared).size
         if not ranks.expert_parallel:
-            return replace(self, ffn=self.ffn // ranks.size, shared=shared)
-        if self.count % ranks.size:
+            return replace(self, ffn=width_share(ranks, self.ffn).size, shared=shared)
+        if self.count < ranks.size:
             raise ConfigError(
-                f"--enable-expert-parallel: expected a --tp-size that divides the model's {self.count} experts; found "
+                f"--enable-expert-parallel: expected a --tp-size of at most the model's {self.count} experts; found "
                 f"{ranks.size}"
             )
-        each = self.count // ranks.size
-        return replace(self, shared=shared, own=range(ranks.rank * each, (ranks.rank + 1) * each))
+        start, size, _ = ranks.even_share(self.count)
+        return replace(self, shared=shared, own=range(start, start + size))
 
     def check(self) -> None:
         """Raises CheckpointError for groups of experts that cannot be."""
@@ -246,17 +284,19 @@ class LayerConfig:
         if size == 1:
             return self
         mixer, experts, kind = self.mixer.spread(ranks), self.experts, "intermediate size"
-        ffn = self.ffn
+        widths = [self.ffn]
         if experts is not None:
-            kind, ffn = f"experts' {kind}", math.gcd(experts.shared, self.ffn * experts.beside)
+            kind, widths = f"experts' {kind}", [experts.shared, self.ffn * experts.beside]
             if not ranks.expert_parallel:
-                ffn = math.gcd(experts.ffn, ffn)
+                widths.append(experts.ffn)
             experts = experts.spread(ranks)
-        if ffn % size:
-            raise ConfigError(
-                f"--tp-size {size}: expected a number that divides the model's {kind} of {ffn}; found {size}"
-            )
-        return replace(self, mixer=mixer, ffn=self.ffn // size, experts=experts, ranks=ranks)
+        for width in widths:
+            last = width_share(Absent(size, size - 1), width)
+            if last.start + last.size < width:
+                raise ConfigError(
+                    f"--tp-size {size}: expected a number that divides the model's {kind} of {width}; found {size}"
+                )
+        return replace(self, mixer=mixer, ffn=width_share(ranks, self.ffn).size, experts=experts, ranks=ranks)
 
 
 class StoredMatrix(NamedTuple):

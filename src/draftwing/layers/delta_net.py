@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from draftwing.errors import CheckpointError, ConfigError
+from draftwing.errors import CheckpointError
 from draftwing.kv.pool import DeltaSpec
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, own_heads
 from draftwing.layers.linear import Linear
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
@@ -63,16 +63,15 @@ class DeltaNetConfig(MixerConfig):
 
     def spread(self, ranks: Ranks) -> DeltaNetConfig:
         """Returns the sizes of one rank: some key heads, and the value heads that read them."""
-        if self.key_heads % ranks.size:
-            raise ConfigError(
-                f"--tp-size {ranks.size}: expected a number that divides the {self.key_heads} key heads of the model's "
-                f"delta nets; found {ranks.size}"
-            )
-        return replace(self, key_heads=self.key_heads // ranks.size, value_heads=self.value_heads // ranks.size)
+        count, each = len(self._own(ranks)), self.value_heads // self.key_heads
+        return replace(self, key_heads=count, value_heads=count * each)
+
+    def _own(self, ranks: Ranks) -> range:
+        """Returns the key heads of one rank."""
+        return own_heads(ranks, self.key_heads, self.key_heads, "delta nets' key heads")[0]
 
     def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
-        own = self.spread(ranks)
-        heads = range(ranks.rank * own.key_heads, (ranks.rank + 1) * own.key_heads)
+        own, heads = self.spread(ranks), self._own(ranks)
         inputs = ordered(0, self._qkv(heads), self.keeps().channels)
         per_head = ordered(0, self._values(heads, 1), self.value_heads)
         outputs = ordered(1, self._values(heads, self.value_dim), self.made)

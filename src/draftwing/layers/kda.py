@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from draftwing.errors import CheckpointError, ConfigError
+from draftwing.errors import CheckpointError
 from draftwing.kv.pool import DeltaSpec
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, own_heads
 from draftwing.layers.linear import Linear
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
@@ -61,17 +61,15 @@ class KdaConfig(MixerConfig):
 
     def spread(self, ranks: Ranks) -> KdaConfig:
         """Returns the sizes of one rank: some heads, and all of what lies between two matrices."""
-        if self.heads % ranks.size:
-            raise ConfigError(
-                f"--tp-size {ranks.size}: expected a number that divides the {self.heads} heads of the model's delta "
-                f"nets; found {ranks.size}"
-            )
-        return replace(self, heads=self.heads // ranks.size)
+        return replace(self, heads=len(self._own(ranks)))
+
+    def _own(self, ranks: Ranks) -> range:
+        return own_heads(ranks, self.heads, self.heads, "delta nets' heads")[0]
 
     def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
-        own, low = self.spread(ranks), self.head_dim
-        wide, whole = Share(ranks.rank * own.wide, own.wide, self.wide), Cut(0, Share(0, low, low))
-        heads = Cut(0, Share(ranks.rank * own.heads, own.heads, self.heads))
+        own, low, first_head = self.spread(ranks), self.head_dim, self._own(ranks).start
+        wide, whole = Share(first_head * low, own.wide, self.wide), Cut(0, Share(0, low, low))
+        heads = Cut(0, Share(first_head, own.heads, self.heads))
         some, some_heads = (Cut(0, wide), heads) if ranks.size > 1 else (None, None)
         parts: list[StoredMatrix | StoredVector] = []
         for i, name in enumerate("qkv"):

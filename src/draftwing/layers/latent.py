@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftwing.errors import CheckpointError, ConfigError
+from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVSpec
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, own_heads
 from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.indexer import IndexConfig, Indexer
 from draftwing.layers.linear import Linear
@@ -91,29 +91,26 @@ class LatentAttentionConfig(MixerConfig):
 
     def spread(self, ranks: Ranks) -> LatentAttentionConfig:
         """Each rank has a share of the heads, and the latents of all tokens."""
-        if self.heads % ranks.size:
-            raise ConfigError(
-                f"--tp-size {ranks.size}: expected a number that divides the model's {self.heads} attention heads; "
-                f"found {ranks.size}"
-            )
-        return replace(self, heads=self.heads // ranks.size)
+        return replace(self, heads=len(self._own(ranks)))
+
+    def _own(self, ranks: Ranks) -> range:
+        return own_heads(ranks, self.heads, self.heads, "attention heads")[0]
 
     def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
-        own, size, rank = self.spread(ranks), ranks.size, ranks.rank
+        heads = self._own(ranks)
 
         def share(each: int) -> Share:
             """Returns the share of rows or columns, of which a head has so many."""
-            return Share(rank * own.heads * each, own.heads * each, size * own.heads * each)
+            return Share(heads.start * each, len(heads) * each, self.heads * each)
 
         def all_of(rows: int) -> Cut:
             return Cut(0, Share(0, rows, rows))
 
         key = self.plain + self.turned
-        heads = range(rank * own.heads, (rank + 1) * own.heads)
         of_queries = self._order([head * key for head in heads], self.plain, self.heads * key)
         made = StoredMatrix(
             "self_attn.q_b_proj" if self.query_latent else "self_attn.q_proj",
-            "query", 0, own.heads * key, False, Cut(0, share(key)), of_queries,
+            "query", 0, len(heads) * key, False, Cut(0, share(key)), of_queries,
         )  # fmt: skip
         kept = StoredMatrix(
             "self_attn.kv_a_proj_with_mqa", "down", self.query_latent, self.width, self.bias, all_of(self.width),
@@ -128,7 +125,7 @@ class LatentAttentionConfig(MixerConfig):
                 StoredVector("self_attn.q_a_layernorm.weight", "query_norm.weight", wide, None, True),
             ]
         if self.gated:
-            parts.append(StoredMatrix("self_attn.g_proj", "gate", 0, own.heads, False, Cut(0, share(1))))
+            parts.append(StoredMatrix("self_attn.g_proj", "gate", 0, len(heads), False, Cut(0, share(1))))
         up, values = share(self.latent), share(self.values)
         return [
             *parts,

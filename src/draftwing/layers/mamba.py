@@ -16,8 +16,17 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import DeltaSpec
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
+from draftwing.layers.config import (
+    Mixer,
+    MixerConfig,
+    Placement,
+    StoredMatrix,
+    StoredVector,
+    own_heads,
+    ranks_of_group,
+)
 from draftwing.layers.linear import Linear
+from draftwing.layers.norm import row_squares
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
 from draftwing.ops.table import LayerOps
@@ -34,7 +43,8 @@ class Mamba2Config(MixerConfig):
 
     groups: of heads that share B and C.  norm: whether there is one, over the heads of a group; gates_first: behind the
     gates, else before them.  conv_bias: whether the convolution has biases.  in_parts: whether the first matrix comes
-    in `PARTS`.
+    in `PARTS`.  among: the ranks that have heads of the one group of which this rank has some; None: its groups are
+    whole.  shared: values of all heads of that group.
     """
 
     groups: int
@@ -46,6 +56,8 @@ class Mamba2Config(MixerConfig):
     gates_first: bool = True
     conv_bias: bool = True
     in_parts: bool = False
+    among: range | None = None
+    shared: int = 0
 
     def keeps(self) -> DeltaSpec:
         return DeltaSpec(self.groups, self.heads, self.state_size, self.head_dim, self.conv_width, corrects=False)
@@ -76,24 +88,30 @@ class Mamba2Config(MixerConfig):
             raise CheckpointError(f"taps of a convolution must be at least 2, found {self.conv_width}")
 
     def spread(self, ranks: Ranks) -> Mamba2Config:
-        """Returns the sizes of one rank: some groups, with their heads."""
-        if self.groups % ranks.size:
+        """Returns the sizes of one rank: some groups, with their heads, or some heads of one."""
+        heads, groups = self._own(ranks)
+        if self.groups >= ranks.size:
+            return replace(self, groups=len(groups), heads=len(heads))
+        if self.norm and not self.gates_first:
             raise ConfigError(
-                f"--tp-size {ranks.size}: expected a number that divides the {self.groups} groups of the model's "
-                f"state-space layers; found {ranks.size}"
+                f"--tp-size {ranks.size}: expected at most {self.groups}, a rank for each group of the model's "
+                f"state-space layers, which have norms before their gates; found {ranks.size}"
             )
-        return replace(self, groups=self.groups // ranks.size, heads=self.heads // ranks.size)
+        among, shared = ranks_of_group(ranks, self.groups), self.inner // self.groups
+        return replace(self, groups=1, heads=len(heads), among=among, shared=shared)
+
+    def _own(self, ranks: Ranks) -> tuple[range, range]:
+        """Returns the heads and groups of one rank."""
+        return own_heads(ranks, self.heads, self.groups, "state-space heads")
 
     def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
-        own = self.spread(ranks)
-        groups = range(ranks.rank * own.groups, (ranks.rank + 1) * own.groups)
-        channels = self.keeps().channels
-        conv = ordered(0, self._channels(groups), channels)
-        values = Cut(0, Share(ranks.rank * own.inner, own.inner, self.inner))
-        per_head = Cut(0, Share(ranks.rank * own.heads, own.heads, self.heads)) if ranks.size > 1 else None
+        own, (heads, groups) = self.spread(ranks), self._own(ranks)
+        conv = ordered(0, self._channels(heads, groups), self.keeps().channels)
+        values = Cut(0, Share(heads.start * self.head_dim, own.inner, self.inner))
+        per_head = Cut(0, Share(heads.start, own.heads, self.heads)) if ranks.size > 1 else None
         some = values if ranks.size > 1 else None
         return [
-            *self._into(own, groups),
+            *self._into(own, heads, groups),
             StoredMatrix("mamba.out_proj", "out", 0, hidden, False, values._replace(axis=1)),
             StoredVector("mamba.conv1d.weight", "conv", own.keeps().channels, order=conv),
             StoredVector("mamba.A_log", "decay", own.heads, per_head, is_log=True),
@@ -111,32 +129,31 @@ class Mamba2Config(MixerConfig):
             part: (start, size) for part, start, size in zip(PARTS, accumulate(sizes, initial=0), sizes, strict=False)
         }
 
-    def _into(self, own: Mamba2Config, groups: range) -> Iterator[StoredMatrix]:
-        """own: of this rank, which has these groups."""
-        of_group = {part: size // self.groups for part, (_, size) in self.parts().items()}
+    def _into(self, own: Mamba2Config, heads: range, groups: range) -> Iterator[StoredMatrix]:
+        """own: of this rank, which has these heads, of these groups."""
         order, first = ("C", "B", "x", "z", "dt"), 0
+        runs = [self._run(part, heads, groups) for part in order]
         if not self.in_parts:
-            runs = [(self.parts()[part][0] + groups.start * of_group[part], len(groups) * of_group[part])
-                    for part in order]  # fmt: skip
+            runs = [(self.parts()[part][0] + start, size) for part, (start, size) in zip(order, runs, strict=True)]
             whole = Cut(0, Share(0, self.made, self.made))
             yield StoredMatrix("mamba.in_proj", "into", 0, own.made, False, whole, ordered(0, runs, self.made))
             return
-        for part in order:
-            size = len(groups) * of_group[part]
-            cut = Cut(0, Share(groups.start * of_group[part], size, self.parts()[part][1]))
+        for part, (start, size) in zip(order, runs, strict=True):
+            cut = Cut(0, Share(start, size, self.parts()[part][1]))
             yield StoredMatrix(f"mamba.in_proj.{part}", "into", first, size, False, cut)
             first += size
 
-    def _channels(self, groups: range, at: int = 0) -> Runs:
-        """Yields where C, B and x of these groups lie, x of all of them beginning at `at`."""
-        for first in (self.inner + self.groups * self.state_size, self.inner):
-            yield at + first + groups.start * self.state_size, len(groups) * self.state_size
-        yield from self._heads(groups, self.head_dim, at)
+    def _channels(self, heads: range, groups: range) -> Runs:
+        """Yields where C, B and x of these heads and groups lie, x of all heads first."""
+        for part, first in (("C", self.inner + self.groups * self.state_size), ("B", self.inner), ("x", 0)):
+            start, size = self._run(part, heads, groups)
+            yield first + start, size
 
-    def _heads(self, groups: range, size: int, at: int = 0) -> Runs:
-        """Yields where their heads lie; each has `size`, the first one's at `at`."""
-        each = self.heads // self.groups * size
-        yield at + groups.start * each, len(groups) * each
+    def _run(self, part: str, heads: range, groups: range) -> tuple[int, int]:
+        """Returns where what these heads and groups have of a part begins, and its size."""
+        owners, count = (groups, self.groups) if part in "BC" else (heads, self.heads)
+        each = self.parts()[part][1] // count
+        return owners.start * each, len(owners) * each
 
     def build(self, place: Placement) -> Mamba2:
         return Mamba2(self, place)
@@ -150,6 +167,7 @@ class Mamba2(Mixer):
     def __init__(self, config: Mamba2Config, place: Placement) -> None:
         super().__init__()
         self.pool_layer, self.spec, self._eps = place.pool_layer, config.keeps(), place.layer.norm.eps
+        self._ranks, self._among, self._shared = place.layer.ranks, config.among if config.norm else None, config.shared
         self._inner, self._gates_first = config.inner, config.gates_first
         self.into = place.linear(config.made)
         self.out = place.out(config.inner)
@@ -173,11 +191,21 @@ class Mamba2(Mixer):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
         channels = self.spec.channels
         cbx, z, dt = self.into(x).tensor_split((channels, channels + self._inner), 1)
+        norm = self.norm if self._among is None else self.norm[:0]
         weights = DeltaWeights(
-            self.conv[:, 0], self.decay, self.dt_bias, self.norm, self._eps, self.spec,
+            self.conv[:, 0], self.decay, self.dt_bias, norm, self._eps, self.spec,
             conv_bias=self.conv_bias, skip=self.skip, gates_first=self._gates_first,
         )  # fmt: skip
         made = attend.delta(self.pool_layer, DeltaInputs(cbx, z, dt, dt), weights)
+        if self._among is not None:
+            assert isinstance(made, Tensor)
+            made = self._normed(made, self._among)
         return self.out(made, residual)
+
+    def _normed(self, x: Tensor, among: range) -> Tensor:
+        """x [M, values of this rank's heads] behind the gates -> the same under a norm over all heads of the group."""
+        squares = self._ranks.gather(row_squares(self.ops, x))[among.start : among.stop]
+        mean = self.ops.sum_parts(squares, None, None) / self._shared
+        return (x.float() / (mean + self._eps).sqrt() * self.norm).to(x.dtype)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -10,6 +10,12 @@ from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
 
 
+def row_squares(ops: LayerOps, x: Tensor) -> Tensor:
+    """x [M, n] -> sums of the squares of its rows, [M, 1] float32: products of rows with themselves, which have the
+    same bits in any batch."""
+    return ops.exact_logits(x, x, torch.arange(len(x), device=x.device).unsqueeze(1))
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * weight over the last axis, the mean in float32 whatever the dtype of x."""
 

@@ -7,7 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
-from draftwing.layers.config import ExpertConfig, LayerConfig, NgramConfig, StoredMatrix, StoredVector
+from draftwing.layers.config import (
+    ExpertConfig,
+    LayerConfig,
+    NgramConfig,
+    StoredMatrix,
+    StoredVector,
+    width_share,
+)
 from draftwing.layers.encoder import EncoderConfig
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, blocks_or_dense
@@ -88,7 +95,7 @@ def layer_names(
     missing. index: of the layer in its model."""
     whole, hidden = config.layers[index], config.hidden_size
     layer = whole.spread(ranks)
-    inner, bias = Share(ranks.rank * layer.ffn, layer.ffn, ranks.size * layer.ffn), layer.mlp_bias
+    inner, bias = width_share(ranks, whole.ffn), layer.mlp_bias
     parts = [part._replace(param=f"mixer.{part.param}") for part in whole.mixer.stored(hidden, ranks)]
     if layer.streams is not None:
         parts += stored_streams(layer.streams, hidden, "attn_hyper_connection", "before_mixer")
@@ -122,7 +129,7 @@ def layer_names(
     parts += (StoredVector(f"{name}.weight", f"{own}.weight", hidden, is_norm=True) for name, own in norms.items())
     if layer.norm.bias:
         parts += (StoredVector(f"{name}.bias", f"{own}.bias", hidden) for name, own in norms.items())
-    table = {} if layer.experts is None else _expert_names(config, layer.experts, checkpoint, model, ranks, layer.gated)
+    table = {} if whole.experts is None else _expert_names(config, whole.experts, checkpoint, model, ranks, layer.gated)
     if layer.activation == "xielu":
         for i, (name, values) in enumerate(XIELU.items()):
             table[f"{checkpoint}.mlp.act_fn.{name}"] = ParamSlice(f"{model}.mlp.xielu", i, values)
@@ -194,11 +201,12 @@ def _ungated(inner: Share, hidden: int, bias: bool) -> list[StoredMatrix]:
 
 
 def _expert_names(
-    config: ModelConfig, experts: ExpertConfig, checkpoint: str, model: str, ranks: Ranks, gated: bool
+    config: ModelConfig, whole: ExpertConfig, checkpoint: str, model: str, ranks: Ranks, gated: bool
 ) -> dict[str, ParamSlice]:
-    """Returns the router and the experts of one layer. experts: of this rank.  gated: whether they have gates."""
+    """Returns the router and the experts of one layer. whole: of the model.  gated: whether they have gates."""
+    experts = whole.spread(ranks)
     names, ffn, hidden = config.family.expert_names, experts.ffn, experts.latent or config.hidden_size
-    inner = Share(0, ffn, ffn) if experts.own is not None else Share(ranks.rank * ffn, ffn, ranks.size * ffn)
+    inner = Share(0, ffn, ffn) if experts.own is not None else width_share(ranks, whole.ffn)
     own = f"{model}.beside.experts" if experts.beside else f"{model}.mlp"
     table = named(DENSE, f"{checkpoint}.{names.router}", f"{own}.router", 0, experts.count)
     if experts.beside:
@@ -223,7 +231,7 @@ def _expert_names(
                 table[at] = ParamSlice(part.param, first + place * every, part.size, part.axis, part.cut)
     if experts.shared:
         wide = experts.shared
-        share = Share(ranks.rank * wide, wide, ranks.size * wide)
+        share = width_share(ranks, whole.shared)
         ups = ((names.gate, "gate_up", 0), (names.up, "gate_up", wide)) if gated else ((names.up, "up", 0),)
         for stored, linear, first, rows, axis in (
             *((stored, linear, first, wide, 0) for stored, linear, first in ups),

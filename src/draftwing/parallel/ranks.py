@@ -72,6 +72,12 @@ class Ranks(ABC):
         start = min(self.rank * share_rows, whole)
         return Share(start, min(share_rows, whole - start), whole)
 
+    def even_share(self, whole: int, unit: int = 1) -> Share:
+        """Returns this rank's share of so many heads or columns, of which units of so many stay together: the first
+        ranks may have a unit more than the others."""
+        start, end = (-(-at * (whole // unit) // self.size) * unit for at in (self.rank, self.rank + 1))
+        return Share(start, end - start, whole)
+
     def least(self, value: int) -> int:
         """Returns the least of all ranks' values, on the host. Not for the path of a step."""
         return int(self.gather(self.scalar(value)).min())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from hybrid_gguf import write
-from hybrid_models import Pooled, check_steps, on_two_ranks, reference, saved, tokens, whole_logits
+from hybrid_models import Pooled, check_steps, on_ranks, reference, saved, tokens, whole_logits
 from reference.hf_configs import QWEN4_FLASH
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -155,7 +155,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     folder, ops, ids = saved(tmp_path, reference("qwen4")), make_ops(CPU), with_ends(14)
     whole = load_model(folder, torch.float32, "cpu")
     whole.pack(ops)
-    torch.testing.assert_close(on_two_ranks(folder, ops, ids), whole_logits(whole, ids), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(on_ranks(folder, ops, ids), whole_logits(whole, ids), atol=1e-4, rtol=1e-4)
 
 
 def test_its_published_sizes() -> None:

@@ -120,7 +120,7 @@ class AdapterTargets:
         self._net = hybrid.net if hybrid is not None and hybrid.net.in_parts else None
         self.config = config
         latents = (one.mixer for one in config.layers if isinstance(one.mixer, LatentAttentionConfig))
-        self._latents, self._ranks, self._wide = next(latents, None), ranks, wide
+        self._latents, self._wide = next(latents, None), wide
         own, linears, merged = _matrices(config, ranks), model.adaptable(wide), model.merged()
         every = _matrices(config, ALONE)
         self._every = every.keys()
@@ -155,9 +155,11 @@ class AdapterTargets:
     def _add_heads(self, name: str, part: ParamSlice, ends: list[int], inputs: int) -> None:
         """Has a matrix for each head of all ranks."""
         heads, one = self.groups[part.param], part._replace(cut=None, order=None)
-        each, first = part.size // heads, self._ranks.rank * heads
+        each = part.size // heads
+        start, _, whole = (0, 0, part.size) if part.cut is None else part.cut.share
+        first = start // each
         ends += range(each, part.size + 1, each)
-        for head in range(heads * self._ranks.size):
+        for head in range(whole // each):
             at = head - first if head - first in range(heads) else -1
             self.targets[f"{name}.{head}"] = Target(part.param, at, one, each, inputs)
 
