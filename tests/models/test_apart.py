@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
+from draftwing.models import apart
 from draftwing.models.apart import each_expert
 from draftwing.ops.gemm.stored import MXRows
 from draftwing.parallel.cut import Cut
@@ -94,6 +95,25 @@ def test_a_rank_gets_its_share() -> None:
         assert torch.equal(part.dense(torch.float32), every.dense(torch.float32)[expected])
     with pytest.raises(CheckpointError, match="no whole number of blocks of 32: expected a smaller --tp-size"):
         list(each_expert(tensors.items(), COUNT, {down: Cut(1, Share(0, 48, 96))}, interleaved=True))
+
+
+def test_nothing_else_is_copied_to_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, copied = stored(True), list[int]()
+    monkeypatch.setattr(apart, "uploaded", lambda tensor, device: copied.append(tensor.numel()) or tensor)
+    shares = ("gate_proj", Cut(0, Share(32, 32, FFN))), ("up_proj", Cut(0, Share(32, 32, FFN))), (
+        "down_proj", Cut(1, Share(32, 32, FFN)),
+    )  # fmt: skip
+    cuts = {f"{AT}.{expert}.{name}.weight": cut for expert in range(COUNT) for name, cut in shares}
+    device = torch.device("cpu")
+    whole = dict(each_expert(tensors.items(), COUNT, {}, device, interleaved=True))
+    every, _ = sum(copied), copied.clear()
+    found = dict(each_expert(tensors.items(), COUNT, cuts, device, interleaved=True))
+    assert sum(copied) * 3 == every
+    for name, cut in cuts.items():
+        part, all_of_it = found[name], whole[name]
+        assert isinstance(part, MXRows) and isinstance(all_of_it, MXRows)
+        expected = all_of_it.dense(torch.float32).narrow(cut.axis, 32, 32)
+        assert torch.equal(part.dense(torch.float32), expected)
 
 
 @pytest.mark.parametrize(

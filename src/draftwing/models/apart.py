@@ -20,12 +20,14 @@ from draftwing.errors import CheckpointError, listed
 from draftwing.gguf_file import dequantized
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.mamba import Mamba2Config
-from draftwing.ops.gemm.stored import BlockRows, MXRows, QuantizedRows
+from draftwing.ops.gemm.stored import MX_BLOCK, BlockRows, MXRows, QuantizedRows
 from draftwing.ops.upload import uploaded
 from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import Share
 
 FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
+
+_FIRST = {"gate_up_proj": "gate_proj", "down_proj": "down_proj"}  # of the matrices in one
 
 Value = Tensor | QuantizedRows | MXRows
 Part = TypeVar("Part", bound=Tensor | BlockRows | QuantizedRows | MXRows)
@@ -61,7 +63,10 @@ def each_expert(
         if tensor.dim() < 2 or len(tensor) != count:
             raise CheckpointError(f"{name}: expected tensors of {count} experts, found shape {list(tensor.shape)}")
         tensor = tensor[held.start : held.stop]
+        first = cuts.get(f"{prefix}.{held.start}.{_FIRST[matrix]}.weight")
+        early = first if kind in ("_blocks", "_scales") and _in_blocks(first) else None
         if kind in ("_blocks", "_scales"):
+            tensor = tensor if early is None else _own_blocks(name, tensor, early)
             parts = waiting.setdefault(f"{prefix}.{matrix}", {})
             parts[kind] = tensor if device is None else uploaded(tensor, device)
             if len(parts) < 2:
@@ -74,12 +79,31 @@ def each_expert(
         for place, expert in enumerate(held):
             for part, value in _of_expert(whole, place, matrix, interleaved):
                 own = f"{prefix}.{expert}.{part}.{suffix}"
-                yield own, cuts[own].of(own, value) if own in cuts else value  # type: ignore[misc]
+                cut = None if early is not None else cuts.get(own)
+                yield own, value if cut is None else cut.of(own, value)  # type: ignore[misc]
     if waiting:
         missing = sorted(
             f"{name}{part}" for name, parts in waiting.items() for part in {"_blocks", "_scales"} - set(parts)
         )
         raise CheckpointError(f"tensors missing from the checkpoint: expected {listed(missing)}")
+
+
+def _in_blocks(cut: Cut | None) -> bool:
+    """Returns whether a part is of whole rows, or of blocks of them."""
+    return cut is not None and (cut.axis == 0 or not (cut.share.start % MX_BLOCK or cut.share.size % MX_BLOCK))
+
+
+def _own_blocks(name: str, stored: Tensor, cut: Cut) -> Tensor:
+    """stored [experts, rows, columns / 32, ..] -> what a rank has of that, before it is copied anywhere. cut: of the
+    first of its matrices, which are interleaved."""
+    if stored.dim() < 3:
+        return stored
+    start, size, whole = cut.share
+    if cut.axis == 1:
+        return stored[:, :, start // MX_BLOCK : (start + size) // MX_BLOCK]
+    if stored.shape[1] != 2 * whole:
+        raise CheckpointError(f"{name}: expected {2 * whole} rows of gates and ups, found shape {list(stored.shape)}")
+    return stored[:, 2 * start : 2 * (start + size)]
 
 
 def _of_expert(

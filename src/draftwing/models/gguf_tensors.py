@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
-from draftwing.gguf_file import GGUFFile, is_quantized
+from draftwing.gguf_file import GGUFFile, block_values, is_quantized
 from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.models.apart import of_latents
@@ -27,6 +29,7 @@ from draftwing.parallel.ranks import Share
 
 Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
 Stored = Tensor | BlockRows
+Part = TypeVar("Part", bound=Tensor | BlockRows)
 PER_LAYER = "per_layer_token_embd.weight"  # the tensor of embeddings by layer
 MXFP4 = "MXFP4"  # GGML's name of the type
 # [experts, rows, columns], of which gates and ups may be one tensor, the gates first
@@ -37,6 +40,7 @@ BLOCK = re.compile(r"blk\.(\d+)\.")
 EXPERT_PARTS = re.compile(rf"blk\.(\d+)\.({'|'.join(EXPERT_TENSORS)})\.(weight|bias)")
 _NORM = re.compile(r"norm(_key|_query|_conv)?\.weight$")
 _JOINED = re.compile(r"(blk\.\d+\.)(ssm_ba|ssm_in)\.weight")  # of delta nets, by key head
+NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
 _OF_CONFIG = "rope_freqs.", "rope_factors_"
 # Of a prediction layer, copies of the model's embedding and head.
 _NEXTN_COPIES = ".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight"
@@ -55,12 +59,14 @@ def tensors(
     in_blocks: bool = False,
     predicting: bool = False,
     experts: range | None = None,
+    cuts: Mapping[str, Cut] = NO_CUTS,
 ) -> Iterator[tuple[str, Tensor | BlockRows | MXRows]]:
     """Yields (Hugging Face name, float32 tensor), dequantised one at a time; `progress(done, total)` in bytes. Experts
     in MXFP4 stay so.
 
     in_blocks: quantised matrices come as they are stored, and mostly are views of the file.  predicting: those of the
-    prediction layers come, in place of the model's own.  experts: those that come, None: all.
+    prediction layers come, in place of the model's own.  experts: those that come, None: all.  cuts: by name, where a
+    part is wanted; of most matrices nothing else is read.
     """
     arch = file.metadata["general.architecture"]
     own = own_layers(Fields(file.metadata, str(file.path), f"{arch}."))
@@ -76,7 +82,7 @@ def tensors(
             continue  # part of the config, or nobody asks for it
         match = EXPERT_PARTS.fullmatch(name)
         if match:
-            yield from _of_experts(file, config, name, match, in_blocks, own, experts)
+            yield from _of_experts(file, config, name, match, in_blocks, own, experts, cuts)
             done += file.raw(name).nbytes
             continue
         info = file.tensors[name]
@@ -87,24 +93,33 @@ def tensors(
             continue
         of_heads = latent is not None and len(info.shape) == 3  # a matrix for each
         as_stored = in_blocks and (len(info.shape) == 2 or of_heads) and is_quantized(info.type_id)
-        rows = torch.from_numpy(file.raw(name) if as_stored else file.dequantized(name))
-        rows = rows.flatten(0, -2) if of_heads else rows
+        cut = cuts.get(hf_name(name, config, own))
+        if cut is not None and (len(info.shape) != 2 or info.shape[cut.axis] != cut.share.whole):
+            cut = None  # it is cut when it is as folders have it
+        if as_stored or cut is not None:
+            value = _matrix(file, name, file.raw(name), cut, as_stored)
+        else:
+            value = torch.from_numpy(file.dequantized(name))
+            value = value.flatten(0, -2) if of_heads else value
+        rows = value.data if isinstance(value, BlockRows) else value
         if config.norm.offset and _NORM.search(name) and not name.endswith("ssm_norm.weight"):
             rows = rows - config.norm.offset  # as a checkpoint in folders has them
         heads, other = divmod(len(rows), config.attention.head_dim)
         if permuted and not other and name.split(".")[-2] in ("attn_q", "attn_k"):
             rows = unpermuted(rows, heads)
-        value = BlockRows(file.kind(name), rows, info.shape[-1]) if as_stored else rows
+        value = value._replace(data=rows) if isinstance(value, BlockRows) else rows
         for part, one in without_key_heads(name, value, nets[0]) if nets else ((name, value),):
             theirs = hf_name(part, config, own)
             made = _as_in_folders(theirs, one) if isinstance(one, Tensor) else one
-            yield from ((theirs, made),) if latent is None else of_latents(theirs, made, latent)
+            for last, each in ((theirs, made),) if latent is None else of_latents(theirs, made, latent):
+                yield last, each if cut is not None else _own(cuts, last, each)
         done += file.raw(name).nbytes
         if progress is not None:
             progress(done, total)
     form = config.family.gguf
     if form is not None and form.more is not None and not predicting:
-        yield from form.more(file, own)
+        more = form.more(file, own)
+        yield from ((name, _own(cuts, name, value)) for name, value in more)
     if progress is not None:
         progress(total, total)
 
@@ -117,6 +132,7 @@ def _of_experts(
     in_blocks: bool,
     own: int,
     experts: range | None,
+    cuts: Mapping[str, Cut],
 ) -> Iterator[tuple[str, Tensor | BlockRows | MXRows]]:
     """Yields the matrices, or biases, of a tensor of all experts, one by one. own: layers of the model itself."""
     info, names, bias = file.tensors[name], config.family.expert_names, match[3] == "bias"
@@ -136,14 +152,37 @@ def _of_experts(
     ]
     for expert, part, stored in each:
         theirs = f"{layer_name(int(match[1]), match[2], config, own)}.{names.experts}.{expert}.{part}.{match[3]}"
+        cut = cuts.get(theirs)
         if bias:
-            yield theirs, torch.from_numpy(file.decoded(name, stored)[0])
-        elif as_stored:
-            yield theirs, BlockRows(kind, torch.from_numpy(stored), info.shape[2])
-        elif kind == MXFP4:
-            yield theirs, mx_rows(stored)
+            yield theirs, _own(cuts, theirs, torch.from_numpy(file.decoded(name, stored)[0]))
+        elif kind == MXFP4 and not as_stored:
+            whole = _matrix(file, name, stored, cut, True)
+            assert isinstance(whole, BlockRows)
+            yield theirs, mx_rows(whole.data.numpy())
         else:
-            yield theirs, torch.from_numpy(file.decoded(name, stored))
+            yield theirs, _matrix(file, name, stored, cut, as_stored)
+
+
+def _own(cuts: Mapping[str, Cut], name: str, value: Part) -> Part:
+    """Returns the part that is wanted."""
+    return cuts[name].of(name, value) if name in cuts else value  # type: ignore[return-value]
+
+
+def _matrix(file: GGUFFile, name: str, raw: NDArray[np.uint8], cut: Cut | None, as_stored: bool) -> Tensor | BlockRows:
+    """Returns a matrix as it is stored, or in float32; where `cut` is a part, it is cut before it is dequantised.
+
+    raw [rows, bytes of a row]: in the file."""
+    kind = file.kind(name)
+    rows, block = BlockRows(kind, torch.from_numpy(raw), file.tensors[name].shape[-1]), block_values(kind)
+    early = cut is not None and (as_stored or cut.axis == 0 or not (cut.share.start % block or cut.share.size % block))
+    if cut is not None and early:
+        found = cut.of(name, rows)
+        assert isinstance(found, BlockRows)
+        rows = found
+    if as_stored:
+        return rows
+    made = torch.from_numpy(file.decoded(name, rows.data.numpy()))
+    return made if cut is None or early else cut.of_tensor(name, made)
 
 
 def mx_rows(stored: NDArray[np.uint8]) -> MXRows:

@@ -40,6 +40,7 @@ from draftwing.models.generation import suppressed
 from draftwing.models.gguf_tensors import Progress
 from draftwing.models.pooling import MODULES, encoder_of, has_head
 from draftwing.models.quantised.config import Quantization, Scheme
+from draftwing.models.quantised.cuts import DenseCut, stored_cuts
 from draftwing.models.quantised.read import KVScales, assembled
 from draftwing.models.weight_map import canonical, checkpoint_names, is_elsewhere, own_experts, predicts
 from draftwing.ops.gemm.stored import BlockRows, MXRows, QuantizedRows
@@ -239,20 +240,16 @@ def open_checkpoint(
     if path.suffix == ".gguf":
         file = open_gguf(path)
         config = gguf_config.model_config(file)
-        every = gguf_tensors.tensors(
-            file, config, progress, weight_format.takes_blocks, experts=own_experts(config, ranks)
-        )
-        cuts = _cuts(config, ranks)
-        return config, ((name, cuts[name].of(name, value) if name in cuts else value) for name, value in every)
+        held, cuts = own_experts(config, ranks), _cuts(config, ranks)
+        return config, gguf_tensors.tensors(file, config, progress, weight_format.takes_blocks, False, held, cuts)
     config = load_config(path)
     cuts, quantization, experts = _cuts(config, ranks), config.quantization, own_experts(config, ranks)
-    whole = {name: cut for name, cut in cuts.items() if _is_quantised(quantization, name)}  # when it is read
-    parts = {name: cut for name, cut in cuts.items() if name not in whole}
+    parts, whole = _parts_of_files(cuts, quantization)
     stored = folder_tensors(path, progress, parts, lambda name: is_elsewhere(name, config, experts))
     own = _of_language(((canonical(name), value) for name, value in stored), config)
     others = own if kv_scales is None else kv_scales.taken(own)
     put_together = assembled(quantization, others, weight_format.reads_on)
-    matrices = ((name, whole[name].of(name, value) if name in whole else value) for name, value in put_together)
+    matrices = ((name, _cut(whole.get(name), name, value)) for name, value in put_together)
     if config.family.apart is not None:
         matrices = _apart(matrices, config.family.apart, cuts)  # type: ignore[assignment]
     hybrid = next((one.mixer for one in config.layers if isinstance(one.mixer, HybridConfig)), None)
@@ -299,10 +296,29 @@ def _cuts(config: ModelConfig, ranks: Ranks) -> dict[str, Cut]:
     return {name: part.cut for name, part in checkpoint_names(config, ranks).items() if part.cut is not None}
 
 
-def _is_quantised(quantization: Quantization | None, name: str) -> bool:
-    """Returns whether a tensor may be of a quantised matrix, whose parts are put together before it is cut."""
-    module, _, suffix = name.rpartition(".")
-    return quantization is not None and suffix == "weight" and quantization.scheme_of(module) is not None
+def _parts_of_files(
+    cuts: Mapping[str, Cut], quantization: Quantization | None
+) -> tuple[dict[str, Cut], dict[str, Cut]]:
+    """Returns which tensors of files are read in part, and which matrices have to be put together before they are
+    cut."""
+    parts, whole = dict[str, Cut](), dict[str, Cut]()
+    for name, cut in cuts.items():
+        module, _, suffix = name.rpartition(".")
+        scheme = None if quantization is None or suffix != "weight" else quantization.scheme_of(module)
+        found = {"weight": cut} if scheme is None else stored_cuts(scheme, cut)
+        if suffix != "weight":
+            parts[name] = cut
+        elif found is None:
+            parts[name], whole[name] = DenseCut(*cut), cut
+        else:
+            parts |= {f"{module}.{one}": part for one, part in found.items()}
+    return parts, whole
+
+
+def _cut(cut: Cut | None, name: str, value: Tensor | QuantizedRows) -> Stored:
+    """Returns the part of a matrix that was put together; one that is not quantised came in part."""
+    came_in_part = cut is None or (isinstance(value, Tensor) and value.shape[cut.axis] == cut.share.size)
+    return value if cut is None or came_in_part else cut.of(name, value)
 
 
 def fill_parameters(

@@ -32,7 +32,7 @@ NOT_READ = frozenset(
      "q_scale", "prob_output_scale", "kv_scale", "k_zero_point", "v_zero_point", "activation_scale"}
 )  # fmt: skip
 # Of what values in fp8 are multiplied with: transformers has the second of whole matrices, too, others the first.
-_SCALES = "weight_scale", "weight_scale_inv"
+SCALES = "weight_scale", "weight_scale_inv"
 
 
 def _parted(name: str) -> tuple[str, str]:
@@ -73,7 +73,7 @@ def assembled(
                 f"{name}: expected a matrix that is not quantised, as quantization_config has it, found a tensor in "
                 f"{str(tensor.dtype).removeprefix('torch.')} of one that is"
             )
-        if suffix in _SCALES and scheme.scale in _SCALES and scheme.real:
+        if suffix in SCALES and scheme.scale in SCALES and scheme.real:
             suffix = scheme.scale
         if suffix not in scheme.parts:
             _check_extra(name, tensor, scheme)
