@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, TokenType
 from gguf.quants import quantize
 from safetensors import safe_open
 
@@ -30,6 +30,7 @@ NAMES = {  # of an EAGLE-3 head in the official layout, and in llama.cpp
     "midlayer.mlp.down_proj.weight": "blk.0.ffn_down.weight",
 }
 
+IMAGE_TOKENS = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 # As llama.cpp's mixtures have them: of matrices, and of the embedding, which is the head as well.
 MIXTURES = {"Q8_0": ("Q8_0", "Q8_0"), "Q4_K": ("Q4_K", "Q6_K")}
 # Bytes of a block before which its float16 factors are, and the factors that make the variance of random values 1:
@@ -155,10 +156,11 @@ def add_sizes(writer: GGUFWriter, size: Any, blocks: int, longest: int, head_dim
 
 
 def add_tokens(writer: GGUFWriter, pre: str, vocab: int) -> None:
-    """Adds a vocabulary of so many tokens without meaning."""
+    """Adds a vocabulary of so many tokens without meaning; the last ones stand around images, and for them."""
+    plain = vocab - len(IMAGE_TOKENS)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list(["a", "b", "ab", *(f"t{i}" for i in range(vocab - 3))])
-    writer.add_token_types([1] * vocab)
+    writer.add_token_list(["a", "b", "ab", *(f"t{i}" for i in range(plain - 3)), *IMAGE_TOKENS])
+    writer.add_token_types([TokenType.NORMAL] * plain + [TokenType.CONTROL] * len(IMAGE_TOKENS))
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(1)
