@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from reference import hf_configs
 from tiny_embedder import CLS, LAST, MEAN
-from tiny_encoder import BERT, ROBERTA, XLM, theirs, words, write_encoder
+from tiny_encoder import BERT, ROBERTA, XLM, theirs, words, write_encoder, write_gguf
 
 from draftwing import LLM
 from draftwing.engine.devices.cpu import CpuDevice
@@ -64,6 +65,42 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, kind: str, pooling: d
         found, short = llm.embed(texts), llm.embed(texts, dimensions=7)
     np.testing.assert_allclose(found, expected, atol=1e-4)
     np.testing.assert_allclose(short, [unit(one[:7]) for one in expected], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "kind"), [(CLS, 2), pytest.param(MEAN, 1, marks=pytest.mark.exhaustive), (MEAN, 0)]
+)
+def test_a_gguf_file_has_the_vectors_of_its_folder(tmp_path: Path, pooling: dict[str, Any], kind: int) -> None:
+    """Of 0, where it says nothing, they are means."""
+    folder = write_encoder(tmp_path / "model")
+    file = write_gguf(folder, kind)
+    texts = [*TEXTS, *marked(BERT), "Two Bodies\u00e9 \u4e00, (gravity)", "xyz\u00df unknown-words"]
+    expected = [unit(pooled(theirs(folder, text), pooling)) for text in texts]
+    with LLM(str(file), **SMALL) as llm:
+        np.testing.assert_allclose(llm.embed(texts), expected, atol=1e-4)
+        with pytest.raises(RequestError, match="expected at most 40 tokens, found 52"):
+            llm.embed(" ".join(["one", "two"] * 25))
+        with pytest.raises(RequestError, match="writes no text"):
+            llm.generate("a")
+
+
+def test_gguf_files_that_are_refused(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "model")
+
+    def lacks(name: str) -> Callable[[Any, dict[str, Any]], None]:
+        return lambda writer, tensors: tensors.pop(name)
+
+    def judges(writer: Any, tensors: dict[str, Any]) -> None:
+        tensors["cls.output.weight"] = np.ones((1, 48), np.float32)
+
+    for edit, why in (
+        (judges, "a reranker is served from its Hugging Face folder alone"),
+        (lacks("position_embd.weight"), "position_embd.weight is missing"),
+        (lacks("token_types.weight"), "token_types.weight is missing"),
+        (lambda writer, tensors: writer.add_causal_attention(True), "attention.causal = True is not supported"),
+    ):
+        with pytest.raises(CheckpointError, match=why):
+            load_config(write_gguf(folder, edit=edit))
 
 
 @pytest.mark.parametrize(

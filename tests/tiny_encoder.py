@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tiny_embedder import write_modules
+from tiny_gguf import finish
 from tokenizers import models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
@@ -57,6 +62,72 @@ def write_encoder(
     if pooling is not None:
         write_modules(folder, pooling)
     return folder
+
+
+_IN_GGUF = {
+    "embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
+    "embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "token_embd_norm",
+    "attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v",
+    "attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm",
+    "intermediate.dense": "ffn_up", "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm",
+}  # fmt: skip
+
+
+def write_gguf(
+    folder: Path,
+    pooling: int = 1,
+    edit: Callable[[gguf.GGUFWriter, dict[str, np.ndarray[Any, Any]]], None] | None = None,
+) -> Path:
+    """Writes the BERT of a folder as converters do, its matrices in float16, to which the folder's own are rounded,
+    too. edit: may change metadata and tensors."""
+    rounded = {name: value.half().float() for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(rounded, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    known, special = {i: word for word, i in vocabulary.items()}, words(BERT)
+    every = [known.get(i, f"[unused{i}]") for i in range(config["vocab_size"])]
+    writer = gguf.GGUFWriter(path := folder.with_suffix(".gguf"), "bert")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType(pooling))
+    writer.add_tokenizer_model("bert")
+    writer.add_tokenizer_pre("default")
+    spelt = [word if word in special else word[2:] if word.startswith("##") else "\u2581" + word for word in every]
+    writer.add_token_list(spelt)
+    writer.add_token_types([gguf.TokenType.CONTROL if word in special else gguf.TokenType.NORMAL for word in every])
+    writer.add_token_type_count(config["type_vocab_size"])
+    for name, add in zip(
+        special,
+        (
+            writer.add_bos_token_id,
+            writer.add_sep_token_id,
+            writer.add_pad_token_id,
+            writer.add_unk_token_id,
+            writer.add_mask_token_id,
+        ),
+        strict=True,
+    ):
+        add(vocabulary[name])
+    tensors = {}
+    for name, value in rounded.items():
+        layer = re.match(r"encoder\.layer\.(\d+)\.", name)
+        part, _, suffix = name[layer.end() if layer else 0 :].rpartition(".")
+        if part in _IN_GGUF:
+            tensors[f"blk.{layer[1]}.{_IN_GGUF[part]}.{suffix}" if layer else f"{_IN_GGUF[part]}.{suffix}"] = (
+                value.numpy()
+            )
+    if edit is not None:
+        edit(writer, tensors)
+    for name, one in tensors.items():
+        small = one.ndim == 1 or name.startswith(("position_embd", "token_types"))
+        writer.add_tensor(name, one if small else one.astype(np.float16))
+    finish(writer)
+    return path
 
 
 def words(kind: str) -> tuple[str, str, str, str, str]:

@@ -16,6 +16,7 @@ import gguf as gguf_package
 import hybrid_gguf
 import moe_models
 import pytest
+import tiny_encoder
 import tiny_gguf
 import torch
 from hybrid_models import KINDS, reference
@@ -240,6 +241,8 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str, part: int) -> None:
     elif arch in LATENT:
         latent = moe_models.reference(LATENT[arch])
         file = open_gguf(moe_models.write_gguf(tmp_path / "m.gguf", latent.config, latent.state_dict()))
+    elif arch == "bert":
+        file = open_gguf(tiny_encoder.write_gguf(tiny_encoder.write_encoder(tmp_path / "model")))
     elif arch in ("minicpm3", "afmoe", "mellum"):
         latent = random_reference(arch, **UNSAID.get(arch, {}))
         write_family(tmp_path / "m.gguf", latent.config, latent.state_dict(), arch, False)

@@ -61,6 +61,17 @@ def gemma4() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def word_piece(*words: str, **keys: Any) -> dict[str, Any]:
+    """Special tokens where BERT has them."""
+    unused = [f"\u2581[unused{i}]" for i in range(99)]
+    tokens = ["[PAD]", *unused, "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    return {
+        "tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] + [1] * 99 + [3] * 4 + [1] * len(words),
+        **{f"tokenizer.ggml.{key}": value for key, value in keys.items()},
+    }  # fmt: skip
+
+
 def pieces(metadata: dict[str, Any], text: str) -> list[str]:
     return build_backend(metadata).encode(text, add_special_tokens=False).tokens
 
@@ -233,7 +244,7 @@ def test_special_token_names() -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"tokenizer.ggml.model": "bert"}, "kind 'bert'.*'gpt2'.*'llama'"), ({}, "no tokenizer"),
+        ({"tokenizer.ggml.model": "t5"}, "kind 't5'.*'gpt2'.*'llama'.*'bert'"), ({}, "no tokenizer"),
         (byte_level("jais", ["x y"]) | {"tokenizer.ggml.merges": ["a b"]}, "'jais', which is not supported.*smollm"),
         (byte_level("gpt-2", ["a b"]) | {"tokenizer.ggml.token_type": [1]}, "1 entries, expected"),
         (byte_level("gpt-2", ["a b"]) | {"tokenizer.ggml.merges": ["a xyz"]}, "inconsistent"),
@@ -278,3 +289,25 @@ def test_merges_of_gemma4() -> None:
     assert backend.encode("a").ids == [2, 264]
     text = " the  hat\n é"
     assert backend.decode(backend.encode(text, add_special_tokens=False).ids) == text
+
+
+@pytest.mark.parametrize("keys", [{}, {"cls_token_id": 101, "seperator_token_id": 102}, {"bos_token_id": 101}])
+def test_word_piece(keys: dict[str, int]) -> None:
+    backend = build_backend(word_piece("\u2581the", "s", "\u2581a", ",", "\u2581,", **keys))
+    found = backend.encode("Thes, \u00c1\tx [SEP] thess")
+    assert [*map(backend.id_to_token, found.ids)] == [
+        "[CLS]",
+        "the",
+        "##s",
+        ",",
+        "a",
+        "[UNK]",
+        "[SEP]",
+        "the",
+        "##s",
+        "##s",
+        "[SEP]",
+    ]
+    assert backend.decode(found.ids) == "thes, a thess"
+    cased = build_backend(word_piece("\u2581The", "\u2581the", **keys))
+    assert cased.encode("The the THE", add_special_tokens=False).tokens == ["The", "the", "[UNK]"]

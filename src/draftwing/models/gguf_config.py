@@ -17,6 +17,7 @@ from draftwing.models.families.unserved import nearest, unserved_in_gguf
 from draftwing.models.family import ExpertMetadata, Family, InGGUF, layers_like, query_scalar
 from draftwing.models.fields import LARGEST, MAX_LAYERS, WIDEST, Fields, max_experts, refuse_unread_metadata
 from draftwing.models.gguf_tensors import EXPERT_PARTS, MXFP4, own_layers
+from draftwing.models.pooling import encoder_of
 from draftwing.models.positions import context
 from draftwing.models.quantised.config import IN_MXFP4
 from draftwing.ops.experts.routing import Routing
@@ -92,11 +93,12 @@ def model_config(file: GGUFFile) -> ModelConfig:
     if form.layers is not None:
         own = form.layers(file, stored, layer, layers)
         made = tuple(replace(one, experts=like.experts) for one, like in zip(own, made, strict=True))
+    encoder = None if form.encoder is None else encoder_of(file.path, form.encoder(file, stored))
     found = ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
-        max_positions=positions,
+        max_positions=positions if encoder is None else encoder.context,
         layers=made,
         ropes=(rope,) if local_rope is None else (rope, local_rope),
         norm=norm,
@@ -108,6 +110,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
         stop_ids=_stop_ids(tokenizer),
         suppressed=_ids(tokenizer, "suppress_tokens"),
         quantization=IN_MXFP4 if _holds_mxfp4(file) else None,
+        encoder=encoder,
     )
     refuse_unread_metadata(fields)
     return found

@@ -104,9 +104,9 @@ def tensors(
         rows = value.data if isinstance(value, BlockRows) else value
         if config.norm.offset and _NORM.search(name) and not name.endswith("ssm_norm.weight"):
             rows = rows - config.norm.offset  # as a checkpoint in folders has them
-        heads, other = divmod(len(rows), config.attention.head_dim)
-        if permuted and not other and name.split(".")[-2] in ("attn_q", "attn_k"):
-            rows = unpermuted(rows, heads)
+        if permuted and name.split(".")[-2] in ("attn_q", "attn_k"):
+            heads, other = divmod(len(rows), config.attention.head_dim)
+            rows = rows if other else unpermuted(rows, heads)
         value = value._replace(data=rows) if isinstance(value, BlockRows) else rows
         for part, one in without_key_heads(name, value, nets[0]) if nets else ((name, value),):
             theirs = hf_name(part, config, own)
@@ -310,6 +310,8 @@ def hf_name(name: str, config: ModelConfig, own: int) -> str:
     if match is None:
         return (TOP_NAMES | {**form.top_names}).get(name, name)
     part, suffix = match[2], match[3]
+    if part == form.next_norm:
+        return f"model.layers.{int(match[1]) + 1}.input_layernorm{suffix}"
     layer = layer_name(int(match[1]), part, config, own)
     names = {**BLOCK_NAMES, **(_OUT_NORM_NAMES if family.out_norms else {}), **form.names}
     of_experts, experts = family.expert_names, config.experts

@@ -1,14 +1,15 @@
 """Builds a `tokenizers.Tokenizer` from the metadata of a GGUF file.
 
-Three kinds of vocabulary are supported, named by `tokenizer.ggml.model`: `gpt2`, a byte-level BPE whose text is cut
+Four kinds of vocabulary are supported, named by `tokenizer.ggml.model`: `gpt2`, a byte-level BPE whose text is cut
 into words by the pre-tokenizer that `tokenizer.ggml.pre` names, `llama`, a sentencepiece BPE with scores and byte
-tokens, and `gemma4`, the same with merges. A wrong pre-tokenizer gives working but worse tokens without any error, so
-unknown names are refused.
+tokens, `gemma4`, the same with merges, and `bert`, WordPiece. A wrong pre-tokenizer gives working but worse tokens
+without any error, so unknown names are refused.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -126,13 +127,23 @@ _LONGEST = 512  # characters of a sentencepiece token that is looked at in all i
 
 _GEMMA4 = "gemma4"  # pieces of sentencepiece with spaces, joined by merges that the file lists
 _SPACE = "\u2581"  # sentencepiece's visible space
+_UPPER_ASCII = re.compile("[A-Z]")
 _SPECIAL_KEYS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
-_LLAMA_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # where the file names none
+_BERT = "bert"
+_BERT_KEYS = {
+    "cls_token": "tokenizer.ggml.cls_token_id",
+    "sep_token": "tokenizer.ggml.seperator_token_id",  # as converters spell it
+    "mask_token": "tokenizer.ggml.mask_token_id",
+}
+_USUAL_IDS = {  # where the file names none
+    "llama": {"bos_token": 1, "eos_token": 2, "unk_token": 0},
+    _BERT: {"bos_token": 101, "sep_token": 102, "unk_token": 100, "pad_token": 0},
+}
 
 
 def build_backend(metadata: Metadata) -> tokenizers.Tokenizer:
@@ -141,10 +152,11 @@ def build_backend(metadata: Metadata) -> tokenizers.Tokenizer:
     Raises CheckpointError for a kind of vocabulary or a pre-tokenizer that is not supported, and for broken metadata.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama", _GEMMA4):
+    if kind not in ("gpt2", "llama", _GEMMA4, _BERT):
         found = "no tokenizer" if kind is None else f"a tokenizer of kind {kind!r}"
         raise CheckpointError(
-            f"the GGUF file has {found}; supported are 'gpt2' (byte-level BPE), 'llama' (SPM) and 'gemma4'"
+            f"the GGUF file has {found}; supported are 'gpt2' (byte-level BPE), 'llama' (SPM), 'gemma4' and 'bert' "
+            "(WordPiece)"
         )
     tokens = _required(metadata, "tokenizer.ggml.tokens")
     stated = metadata.get("tokenizer.ggml.token_type")
@@ -155,6 +167,8 @@ def build_backend(metadata: Metadata) -> tokenizers.Tokenizer:
     try:
         if kind == "gpt2":
             backend, add_bos = _byte_level(metadata, vocab)
+        elif kind == _BERT:
+            return _word_piece(metadata, tokens, types)
         else:
             backend, add_bos = _sentencepiece(metadata, vocab, tokens, types), True
     except CheckpointError:
@@ -180,11 +194,12 @@ def special_token_ids(metadata: Metadata) -> dict[str, int]:
     """Returns the ids of `bos_token`, `eos_token`, `unk_token` and `pad_token`, those that the file names. Raises
     CheckpointError for an id outside the vocabulary."""
     count = len(_required(metadata, "tokenizer.ggml.tokens"))
-    defaults = _LLAMA_IDS if metadata.get("tokenizer.ggml.model") == "llama" else {}
-    found = {name: metadata.get(key, defaults.get(name)) for name, key in _SPECIAL_KEYS.items()}
+    kind = metadata.get("tokenizer.ggml.model")
+    keys, usual = _SPECIAL_KEYS | (_BERT_KEYS if kind == _BERT else {}), _USUAL_IDS.get(str(kind), {})
+    found = {name: metadata.get(key, usual.get(name)) for name, key in keys.items()}
     for name, i in found.items():
         if i is not None and not 0 <= int(i) < count:
-            raise CheckpointError(f"{_SPECIAL_KEYS[name]} is {i}, expected an id below {count}")
+            raise CheckpointError(f"{keys[name]} is {i}, expected an id below {count}")
     return {name: int(i) for name, i in found.items() if i is not None}
 
 
@@ -253,6 +268,26 @@ def _sentencepiece(
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
     else:
         backend.normalizer = normalizers.Replace(" ", _SPACE)
+    return backend
+
+
+def _word_piece(metadata: Metadata, tokens: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
+    """A file's tokens have a space in front where they begin a word, and none where WordPiece marks that they go on."""
+    pieces = [
+        token if kind == TokenType.CONTROL else token[1:] if token.startswith(_SPACE) else f"##{token}"
+        for token, kind in zip(tokens, types, strict=True)
+    ]
+    ids = special_token_ids(metadata)
+    backend = tokenizers.Tokenizer(
+        models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token=pieces[ids["unk_token"]])
+    )
+    cased = any(
+        kind == TokenType.NORMAL and _UPPER_ASCII.search(piece) for piece, kind in zip(pieces, types, strict=True)
+    )
+    backend.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    _add_tokens(backend, pieces, types)
+    set_bos_eos(backend, ids.get("cls_token", ids["bos_token"]), ids["sep_token"])  # newer files say bos for cls
     return backend
 
 

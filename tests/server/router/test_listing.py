@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tiny_gguf
 
 from draftwing.config.model_list import ServedModel
 from draftwing.server.router.listing import show
@@ -29,3 +30,9 @@ def test_what_models_do(tmp_path: Path, architecture: str, does: list[str]) -> N
     assert show(model)["capabilities"] == does
     (tmp_path / "tokenizer_config.json").unlink()  # as of encoders
     assert show(model)["capabilities"] == (["completion"] if "completion" in does else does)
+
+
+@pytest.mark.parametrize(("causal", "does"), [(False, ["embedding"]), (True, ["completion"])])
+def test_what_gguf_files_do(tmp_path: Path, causal: bool, does: list[str]) -> None:
+    file = tiny_gguf.write(tmp_path / "m.gguf", "bert", edit=lambda writer: writer.add_causal_attention(causal))
+    assert show(Model(ServedModel(("m",), 1e9, {"model": str(file)})))["capabilities"] == does

@@ -12,9 +12,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from draftwing.errors import CheckpointError
+from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.encoder import EncoderAttentionConfig, EncoderConfig
-from draftwing.models.family import Family
+from draftwing.models.family import Family, InGGUF
 from draftwing.models.fields import Fields, Values
 from draftwing.requests.pooling import Pooling, Scores
 
@@ -38,9 +40,12 @@ _NEUTRAL: dict[str, Values] = {
 }  # fmt: skip
 
 
-def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
-    heads = fields.whole("num_attention_heads")
-    mixer = EncoderAttentionConfig(heads, layer.hidden // heads)
+def _layers(
+    fields: Fields, layer: LayerConfig, count: int, heads: str = "num_attention_heads"
+) -> tuple[LayerConfig, ...]:
+    """heads: the key that says how many there are."""
+    number = fields.whole(heads)
+    mixer = EncoderAttentionConfig(number, layer.hidden // number)
     return (replace(layer, mixer=mixer, normed_residual=True),) * count
 
 
@@ -80,6 +85,39 @@ def _apart(scores: bool, name: str, value: Any) -> Iterable[tuple[str, Any]]:
     return [(f"model.{_NAMES.get(before, '')}{own.removeprefix(before)}", value)]
 
 
+def _encoder_in_gguf(file: GGUFFile, fields: Fields) -> EncoderConfig:
+    """Of a reranker of BERT's a file lacks half of the head, and of the others' the tokenizer is not read."""
+    if any(name.startswith("cls.") for name in file.tensors):
+        raise CheckpointError(f"{file.path}: a reranker is served from its Hugging Face folder alone")
+    fields.check("attention.causal", (False,))
+    fields.get("classifier.output_labels")  # of a head that is not there
+    rows, types = (_rows(file, name) for name in ("position_embd.weight", "token_types.weight"))
+    return EncoderConfig(rows, 0, fields.whole("context_length", high=rows), types, Pooling("mean", stated=True))
+
+
+def _rows(file: GGUFFile, name: str) -> int:
+    if name not in file.tensors:
+        raise CheckpointError(f"{file.path}: {name} is missing")
+    file.raw(name)  # its shape is believed, so its values must be there
+    return file.tensors[name].shape[0]
+
+
+_IN_GGUF = InGGUF(
+    "bert",
+    names={"attn_output_norm": "post_attention_layernorm"},
+    next_norm="layer_output_norm",
+    top_names={
+        "token_embd_norm.weight": "model.layers.0.input_layernorm.weight",
+        "token_embd_norm.bias": "model.layers.0.input_layernorm.bias",
+        "position_embd.weight": "model.embeddings.position_embeddings.weight",
+        "token_types.weight": "model.embeddings.token_type_embeddings.weight",
+    },
+    layers=lambda file, fields, layer, count: _layers(fields, layer, count, "attention.head_count"),
+    turns=False,
+    encoder=_encoder_in_gguf,
+)
+
+
 def _family(model_type: str, padded: bool, scores: bool) -> Family:
     return Family(
         model_type,
@@ -108,6 +146,7 @@ def _family(model_type: str, padded: bool, scores: bool) -> Family:
             "mlp.down_proj": "output.dense",
         },
         apart=partial(_apart, scores),
+        gguf=None if padded or scores else _IN_GGUF,
     )
 
 

@@ -121,6 +121,7 @@ def _about(model: Model) -> dict[str, Any]:
             data = open_gguf(first).metadata
             family = data["general.architecture"]
             found = {"context": data.get(f"{family}.context_length"), "template": data.get("tokenizer.chat_template")}
+            found["does"] = None if data.get(f"{family}.attention.causal", True) else ["embedding"]  # an encoder
         else:
             data = json.loads(files["config.json"].read_text())
             architecture = str((data.get("architectures") or [""])[0])
