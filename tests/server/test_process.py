@@ -7,12 +7,16 @@ import contextlib
 import dataclasses
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_engine import CONTEXT, FakeEngine, byte_tokenizer, local, process
+from tiny_checkpoint import write_checkpoint
 
 from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineDead, EngineLink
@@ -47,9 +51,11 @@ def spawned() -> Iterator[list[EngineLink]]:
 
 
 @asynccontextmanager
-async def running(links: list[EngineLink], options: Options = OPTIONS) -> AsyncIterator[AsyncEngine]:
+async def running(
+    links: list[EngineLink], options: Options = OPTIONS, start: Callable[[Options], EngineLink] = process
+) -> AsyncIterator[AsyncEngine]:
     def spawn() -> EngineLink:
-        links.append(process(options))
+        links.append(start(options))
         return links[-1]
 
     link = spawn()
@@ -146,6 +152,37 @@ async def test_a_killed_engine_is_noticed_and_restarted_until_it_dies_too_often(
         with pytest.raises(EngineDead, match=r"stopped too often: killed by SIGKILL.*; it is not restarted"):
             engine.submit([request("too late")])
     assert "killed by SIGKILL" in caplog.text
+
+
+@pytest.mark.exhaustive  # tests/engine/process/test_ranks.py has the engine's side
+@pytest.mark.parametrize("size", [2, 4])
+async def test_an_engine_that_loses_a_rank_is_replaced(spawned: list[EngineLink], tmp_path: Path, size: int) -> None:
+    """Who asks meanwhile is told which rank it was."""
+    folder = write_checkpoint(tmp_path / "model", hidden=64, heads=4)
+    settings: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 4000, "num_threads": 1, "random_seed": 1}
+    options = Options.from_kwargs(model=str(folder), tp_size=size, **settings).resolve()
+    one = request("one", temperature=0.0, max_new_tokens=8, ignore_eos=True)
+    async with running(spawned, options, EngineLink) as engine:
+        expected = await text_of(engine, one)
+        for number, what in (
+            (signal.SIGKILL, "ended: killed by SIGKILL"),
+            (signal.SIGSTOP, "hangs: nothing was heard"),
+        ):
+            waiting = asyncio.ensure_future(text_of(engine, request("long", ignore_eos=True, max_new_tokens=900)))
+            await asyncio.sleep(0.3)
+            pid = spawned[-1].process.pid
+            ranks = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+            ranks = [child for child in ranks if b"process.rank" in Path(f"/proc/{child}/cmdline").read_bytes()]
+            begun = time.monotonic()
+            os.kill(ranks[-1], number)
+            with pytest.raises(EngineDead, match=f"rank {size - 1} of the engine {what}"):
+                await asyncio.wait_for(waiting, 60)
+            told = time.monotonic() - begun
+            await until(lambda: engine.healthy, 120)
+            print(
+                f"{size} ranks, {number.name}: told after {told:.2f} s, served after {time.monotonic() - begun:.2f} s"
+            )
+            assert await text_of(engine, one) == expected
 
 
 async def test_an_engine_that_dies_while_the_server_drains_is_not_restarted(caplog: pytest.LogCaptureFixture) -> None:

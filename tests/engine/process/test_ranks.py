@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_adapters import write_adapter
-from tiny_checkpoint import write_checkpoint
+from tiny_checkpoint import VOCAB, write_checkpoint
 
 from draftwing import LLM
 from draftwing.config.options import Options
@@ -79,6 +79,34 @@ def texts(llm: LLM) -> list[Any]:
     found = [(answer.token_ids, answer.finish_reason) for answer in answers]
     values = [[token[0] for token in answer.meta_info["output_token_logprobs"]] for answer in answers]
     return [found, values]
+
+
+@pytest.mark.exhaustive  # tests/parallel/test_shares.py and tests/engine/test_ranks.py have the parts of it
+@pytest.mark.parametrize("heads", [(12, 6), (12, 3), (6, 2)])
+def test_four_ranks_that_heads_cannot_be_divided_by(tmp_path: Path, heads: tuple[int, int]) -> None:
+    """Whoever drafts: texts are those of one rank without drafts."""
+    from reference.block_heads import dflash_head  # which ranks that import this module for a drafter need not wait for
+    from reference.checkpoints import eagle3_head, llama_target
+    from reference.learnable import write_target
+
+    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 8, "vocab_size": VOCAB}
+    model, of = write_target(tmp_path / "model", **sizes), llama_target(3, num_hidden_layers=6, **sizes)
+    made = {
+        "EAGLE3": eagle3_head(of, vocab_size=VOCAB).write(tmp_path / "eagle3"),
+        "DFLASH": dflash_head(of, vocab_size=VOCAB).write(tmp_path / "dflash"),
+    }
+    expected: Any = None
+    for algorithm in (None, "none", "NGRAM", *made):
+        more: dict[str, Any] = {"speculative_algorithm": algorithm or "none", "tp_size": 1 if algorithm is None else 4}
+        if algorithm in made:
+            more |= {"speculative_draft_model_path": str(made[algorithm]), "speculative_num_steps": 3}
+        if algorithm in (*made, "NGRAM"):
+            more["speculative_fixed_shape"] = True
+        with LLM(str(model), **more, **SETTINGS) as llm:
+            found, _ = texts(llm)
+        expected = expected or found
+        assert found == expected, algorithm
+    assert len({token for ids, _ in expected for token in ids}) > 8
 
 
 class Swappable(NGramDrafter):
@@ -153,7 +181,7 @@ def test_texts_and_log_probabilities_are_those_of_one_rank(pair: LLM, expected: 
     assert pair.engine.reporter.accept_length > 1.0 and processes(pair).ranks.expert_parallel
 
 
-def test_a_rank_that_fails_while_it_serves_says_why() -> None:
+def test_a_rank_that_fails_while_it_serves_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = RankProcesses.__new__(RankProcesses)
     here, there = Pipe()
     ranks._plans, ranks._over, ranks._reading, ranks._why = [here], threading.Event(), threading.Lock(), None
@@ -172,6 +200,10 @@ def test_a_rank_that_fails_while_it_serves_says_why() -> None:
     ranks._why = None
     with pytest.raises(RankDied, match="rank 1 of the engine ended: exit code 1"):
         ranks._compare((192, 3))
+    monkeypatch.setattr(processes_of_ranks, "LOOK", 0.0)
+    assert str(ranks.blame(RuntimeError("closed"))) == "rank 1 of the engine ended: exit code 1"
+    ranks._over.clear()
+    assert str(ranks.blame(torch.OutOfMemoryError("no room"))) == "rank 0: OutOfMemoryError: no room"
 
 
 def test_heads_are_loaded_beside_the_steps_of_every_rank(pair: LLM, tmp_path: Path) -> None:
@@ -259,8 +291,8 @@ def children(pid: int) -> list[int]:
 class Heard:
     """What an engine's process says."""
 
-    def __init__(self, folder: Path) -> None:
-        self.link = EngineLink(Options.from_kwargs(model=str(folder), tp_size=2, **SETTINGS).resolve())
+    def __init__(self, folder: Path, size: int = 2, **more: Any) -> None:
+        self.link = EngineLink(Options.from_kwargs(model=str(folder), tp_size=size, **SETTINGS, **more).resolve())
         self.info = self.link.wait_ready()
         self.outputs, self.over, self.why = threading.Event(), threading.Event(), ""
         self.link.listen(Listener(lambda outputs: self.outputs.set(), lambda reply: None, self._died))
@@ -277,21 +309,63 @@ class Heard:
 
 
 @pytest.fixture
-def heard(folder: Path) -> Iterator[Heard]:
-    found = Heard(folder)
+def heard(folder: Path, request: pytest.FixtureRequest) -> Iterator[Heard]:
+    """Of two ranks, or as the test's `size` and `fault` say."""
+    known = getattr(request, "param", (2, signal.SIGKILL))
+    size, fault = known
+    drafts = {"speculative_algorithm": f"{__name__}:RunsOut", "speculative_fixed_shape": True}
+    found = Heard(folder, size, **(drafts if fault == OUT_OF_MEMORY else {}))
     yield found
     found.link.close(0)
     assert all(gone(pid) for pid in found.ranks)
 
 
-@pytest.mark.further(number=signal.SIGSTOP)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_without_one_of_its_ranks_says_so_and_ends(heard: Heard, number: signal.Signals) -> None:
-    assert heard.info.capability["ranks"] == 2 and len(heard.ranks) == 1
+class RunsOut(Drafter):
+    """Has no memory on the last rank, after some steps."""
+
+    rank = left = 0
+
+    @classmethod
+    def build(cls, context: DraftContext) -> RunsOut:
+        made, ranks = cls(), context.target.ranks
+        made.left = 20 if ranks.rank == ranks.size - 1 else 1 << 30
+        return made
+
+    def propose(self, step: DraftStep) -> Draft:
+        self.left -= 1
+        if not self.left:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return self.chain(step, step.table.last.index_select(0, step.rows).unsqueeze(1).expand(-1, step.shape.depth))
+
+
+OUT_OF_MEMORY = "out of memory"
+SAID = {
+    signal.SIGKILL: "rank {} of the engine ended: killed by SIGKILL (out of memory?)",
+    signal.SIGSTOP: "rank {} of the engine hangs: nothing was heard of it for 3 s",
+    OUT_OF_MEMORY: "rank {}: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+}
+
+
+@pytest.mark.parametrize(
+    ("heard", "fault"),
+    [
+        pytest.param((size, fault), fault, marks=[pytest.mark.exhaustive] * ((size, fault) != (2, OUT_OF_MEMORY)))
+        for size in (2, 4)
+        for fault in SAID
+    ],
+    indirect=["heard"],
+)
+def test_an_engine_without_one_of_its_ranks_says_so_and_ends(heard: Heard, fault: signal.Signals | str) -> None:
+    """Of the last rank."""
+    last = len(heard.ranks)
+    assert heard.info.capability["ranks"] == last + 1
     heard.ask()
-    os.kill(heard.ranks[0], number)
+    begun = time.monotonic()
+    if not isinstance(fault, str):
+        os.kill(heard.ranks[-1], fault)
     assert heard.over.wait(60)  # on a quiet machine 5 s
-    assert f"rank 1 of the engine {'hangs' if number == signal.SIGSTOP else 'ended'}" in heard.why
+    print(f"{last + 1} ranks, {fault!r}: {time.monotonic() - begun:.2f} s")
+    assert heard.why == SAID[fault].format(last)
     assert heard.link.process.wait(60) == 1
 
 
@@ -406,8 +480,8 @@ def test_ranks_end_with_an_engine_that_fails_when_it_is_built(folder: Path, monk
 
 
 def test_what_cannot_be_spread_is_said_before_anything_is_loaded(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="divides the model's 4 attention heads"):
-        LLM(str(folder), tp_size=3, **SETTINGS)
+    with pytest.raises(ConfigError, match="at most 4, a rank for each of the model's attention heads; found 5"):
+        LLM(str(folder), tp_size=5, **SETTINGS)
 
 
 @pytest.mark.exhaustive  # a reader of files says it, in whatever rank

@@ -173,7 +173,8 @@ class RankProcesses(RemoteBroadcast):
         said = self._said()
         if said is not None:
             return said
-        return RankDied(self._failure) if self._over.wait(2 * LOOK) else error
+        what = self._failure if self._over.wait(2 * LOOK) else f"rank 0: {Failed.of(error).message}"
+        return RankDied(what)
 
     def _said(self) -> DraftwingError | None:
         """Returns why another rank has failed, where it said so."""
@@ -232,9 +233,10 @@ class RankProcesses(RemoteBroadcast):
         self.kill()
         self._failure = f"rank {place + 1} of the engine {what}{why}"
         self._over.set()
-        logger.error("%s", self._failure)
+        error = self._said() or RankDied(self._failure)  # what it said before it ended tells more
+        logger.error("%s", error)
         if self._failed is not None and self._armed:
-            self._failed(RankDied(self._failure))
+            self._failed(error)
         self.ranks.release()  # on GPUs whoever waits for a rank would wait for ever
         if self._failed is not None and self._loaded and not self._closing.wait(RELEASED):
             self._failed(self._said() or RankDied(self._failure))
