@@ -34,7 +34,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         max_running_requests=4, speculative_algorithm=request.param, speculative_fixed_shape=True,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:  # drawn salts might meet in NGRAM's table
-        patch.setattr("draftwing.engine.engine.secrets.token_bytes", bytes)
+        patch.setattr("draftwing.engine.namespaces.secrets.token_bytes", bytes)
         engine = Engine(options)
     yield engine
     engine.close()

@@ -27,7 +27,7 @@ from draftwing.requests.sampling_params import SamplingParams
 @pytest.fixture(autouse=True)
 def same_salts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each engine has others, the same in each run: which places in NGRAM's table texts share depends on them."""
-    monkeypatch.setattr("draftwing.engine.engine.secrets.token_bytes", random.Random(0).randbytes)
+    monkeypatch.setattr("draftwing.engine.namespaces.secrets.token_bytes", random.Random(0).randbytes)
 
 
 @pytest.fixture(scope="module")

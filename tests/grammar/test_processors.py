@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftwing.errors import ConfigError, RequestError
-from draftwing.requests.logits_processors import apply, find_processor, load_processors
+from draftwing.requests.logits_processors import apply, load_processors
 
 SOURCE = """
 def ban(tokens, logits, params):
@@ -40,8 +40,8 @@ def test_functions_and_classes(module):
     loaded = load_processors([f"{module}:ban", f"{module}:Repeat"])
     assert set(loaded) == {"ban", "Repeat", f"{module}:ban", f"{module}:Repeat"}
     logits = torch.zeros(4)
-    assert apply(find_processor(loaded, "ban", "p"), [1], logits.clone(), {"token": 2}, "p").argmin() == 2
-    assert apply(loaded["Repeat"], [1, 3], logits, {}, "p").argmax() == 3
+    assert apply(loaded["ban"], {"token": 2}, [1], logits.clone()).argmin() == 2
+    assert apply(loaded["Repeat"], {}, [1, 3], logits).argmax() == 3
 
 
 @pytest.mark.parametrize("name", ["nowhere", "no_such_module:f", "my_processors:missing", "my_processors:number", ":f"])
@@ -50,15 +50,11 @@ def test_what_cannot_be_loaded(module, name):
         load_processors([name])
 
 
-def test_unknown_and_failing_processors(module):
+def test_failing_processors(module):
     loaded = load_processors([f"{module}:wrong", f"{module}:broken"])
-    for call in [
-        lambda: find_processor(loaded, "other", "custom_logit_processor"),
-        lambda: apply(loaded["wrong"], [1], torch.zeros(4), {}, "custom_logit_processor"),
-        lambda: apply(loaded["broken"], [1], torch.zeros(4), {}, "custom_logit_processor"),
-    ]:
+    for name in ("wrong", "broken"):
         with pytest.raises(RequestError, match="custom_logit_processor") as error:
-            call()
+            apply(loaded[name], {}, [1], torch.zeros(4))
         assert error.value.param == "custom_logit_processor"
 
 
@@ -66,7 +62,7 @@ def test_a_processor_has_to_leave_a_token():
     def only(tokens, logits, params):
         return torch.where(torch.arange(4) == params["keep"], logits, params["else"])
 
-    assert apply(only, [1], torch.zeros(4), {"keep": 1, "else": -torch.inf}, "p").argmax() == 1
+    assert apply(only, {"keep": 1, "else": -torch.inf}, [1], torch.zeros(4)).argmax() == 1
     for params in ({"keep": 9, "else": -torch.inf}, {"keep": 1, "else": torch.nan}):
         with pytest.raises(RequestError, match=r"custom_logit_processor: .*left no token"):
-            apply(only, [1], torch.zeros(4), params, "custom_logit_processor")
+            apply(only, params, [1], torch.zeros(4))

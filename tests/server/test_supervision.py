@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
-from draftwing.engine.engine import Heartbeat
+from draftwing.engine.heartbeat import Heartbeat
 from draftwing.engine.process.link import Compile, EngineDead, Listener, Reply
 from draftwing.errors import RequestError
 from draftwing.requests.grammar_field import Grammar

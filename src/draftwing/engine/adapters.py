@@ -15,15 +15,16 @@ from draftwing.errors import ConfigError, NotFound, RequestError
 from draftwing.models.adapters.adapter import Adapter, digest_of, mixture
 from draftwing.sched.req import Req
 
+NOT_SERVED = "adapters are not served: start with --lora-modules or --lora-dir"
 PATIENCE = 2.0  # seconds that a request may wait for a slot before those with adapters that have one wait behind it
 
 
 class EngineAdapters:
-    """`add`, `remove` and `hold` may come from any thread, all else is the engine's."""
+    """`add`, `remove` and `hold` may come from any thread, all else is the engine's. Without slots none is served."""
 
     def __init__(self, slots: int, rank: int, put: Callable[[int, Adapter], None], clock: Callable[[], float]) -> None:
         """rank: that slots have room for.  put: fills a slot of the device, from 1 on."""
-        self._rank, self._put, self._clock = rank, put, clock
+        self._served, self._rank, self._put, self._clock = slots > 0, rank, put, clock
         self._lock = threading.Lock()
         self._named: dict[str, tuple[Adapter, AdapterCard]] = {}
         self._kept: dict[str, Adapter] = {}  # by digest: those with a name, and those of requests
@@ -90,6 +91,8 @@ class EngineAdapters:
 
     @property
     def stats(self) -> dict[str, Any]:
+        if not self._served:
+            return {}
         return {"adapters": len(self._named), "adapters_on_device": len(self._slots), "adapter_loads": self.loads}
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -174,5 +177,7 @@ class EngineAdapters:
             del self._kept[digest]
 
     def _unknown(self, name: str) -> NotFound:
+        if not self._served:
+            return NotFound(NOT_SERVED, "model")
         known = ", ".join(map(repr, list(self._named)[:8])) or "none"
         return NotFound(f"the adapter {name[:200]!r} is not loaded; there are {known}", "model", "model_not_found")

@@ -20,7 +20,7 @@ from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.provenance import Digests
 from draftwing.engine.receipts import COMPLETE, first_difference, make_receipt
-from draftwing.errors import GenerationError
+from draftwing.errors import GenerationError, RequestError
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest, SpecLimits
 from draftwing.sched.req import Req
@@ -85,9 +85,23 @@ class AnswerChecks:
             with self._lock:
                 self._pending.append(Served(request, req.tokens[req.prompt_len :], reason))
 
-    def begin(self, knows: Callable[[Grammar], bool]) -> GenerationRequest | None:
-        """Returns a request for the oldest answer that waits. knows: says of a grammar whether it is compiled; else its
-        answer is left out, for nobody can end a compilation."""
+    def begin(self, knows: Callable[[Grammar], bool], admissible: Callable[[GenerationRequest], Req]) -> Req | None:
+        """Returns a request for the oldest answer that waits, which is to run alone; None where none does. knows: says
+        of a grammar whether it is compiled; else its answer is left out, for nobody can end a compilation.
+        admissible: raises RequestError, such as for a grammar that is no longer compiled."""
+        while (request := self._next(knows)) is not None:
+            try:
+                req = admissible(request)
+            except RequestError as error:
+                log.warning("an answer is not replayed: %s", error)
+                with self._lock:
+                    self._now = None
+                continue
+            req.private, req.deadline = True, None
+            return req
+        return None
+
+    def _next(self, knows: Callable[[Grammar], bool]) -> GenerationRequest | None:
         served, uid = None, os.urandom(16).hex()
         with self._lock:
             while self._pending and served is None:
@@ -102,11 +116,6 @@ class AnswerChecks:
             uid=uid, cache_salt=uid, client=CLIENT, name="", priority=0, logprobs=None, limits=drafts, prediction=(),
             traced=False, learn=False, receipt=False, arrived=None,
         )  # fmt: skip
-
-    def leave_out(self) -> None:
-        """Drops the answer whose replay was to begin, and cannot."""
-        with self._lock:
-            self._now = None
 
     def stop(self) -> str | None:
         """Returns the uid of the replay that runs, which is to be ended: it is begun anew later."""

@@ -8,11 +8,14 @@ next request finds them as any others.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 from draftwing.engine.cached_texts import SavedText
 from draftwing.errors import RequestError
+from draftwing.kv.named_prefixes import check_filename
 from draftwing.kv.prefix_index import BLOCK, owner_of, reachable, state_digest
 from draftwing.kv.prefix_store import PrefixStore
 
@@ -64,6 +67,23 @@ class SavedSlots:
             del self._held[slot]
 
     # -- without it ---------------------------------------------------------------------------------------------------
+
+    def act(
+        self, action: str, client: str, slot: int, name: str, write: Callable[[SavedText], bool]
+    ) -> tuple[int, int]:
+        """Saves a client's slot, restores one or erases it. Returns tokens and bytes. write: writes some of a text, and
+        returns whether all of it is on the disk.  Raises RequestError and OSError."""
+        if action == "erase":
+            return self.erase(client, slot, name), 0
+        if action == "restore":
+            found = self.restore(client, slot, name)
+        else:
+            check_filename(name)  # before anything is written
+            what = self.held(client, slot)
+            while isinstance(what, SavedText) and not write(what):
+                time.sleep(0.001)  # else this thread could have the lock again before the one that turns the engine
+            found = self.save(client, what, name)
+        return found.tokens, found.size
 
     def held(self, client: str, slot: int) -> SavedText | SlotFiles:
         """Returns what is in a client's slot. Raises RequestError."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from draftwing.engine.build import Parts
 from draftwing.engine.executor import Executor
 from draftwing.engine.input_queue import InputQueue
+from draftwing.engine.saved_prefixes import SavedPrefixes
 from draftwing.engine.startup.warm_up import capture_some
 from draftwing.errors import GenerationError
 from draftwing.machine import free_memory, give_back
@@ -48,11 +49,11 @@ class Sleep:
         inputs: InputQueue,
         loading: threading.Lock,
         drained: Callable[[], bool],
-        keep: Callable[[], None],
+        saved: SavedPrefixes | None,
     ) -> None:
         """loading: held while something else is put on the device.  drained: whether nothing runs or waits but what
-        stands apart in `inputs`.  keep: has what is cached kept elsewhere, where that is wanted."""
-        self._parts, self._input, self._loading, self._drained, self._keep = parts, inputs, loading, drained, keep
+        stands apart in `inputs`.  saved: keeps what is cached elsewhere, where that is wanted."""
+        self._parts, self._input, self._loading, self._drained, self._saved = parts, inputs, loading, drained, saved
         self.asked: deque[Asked] = deque()
         self.asleep = False
 
@@ -101,7 +102,8 @@ class Sleep:
                 f"no room to sleep: expected {(needed + LEFT) / 1e9:.2f} GB of free host memory for what is on the "
                 f"device, found {free / 1e9:.2f}; end other programs, or stop the server in place of that"
             )
-        self._keep()
+        if self._saved is not None:
+            self._saved.keep_all()
         parts.sched.flush_cache()
         with self._loading:
             try:

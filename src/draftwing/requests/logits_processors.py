@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LogitsProcessor = Callable[[Sequence[int], "Tensor", dict[str, Any]], "Tensor"]
+FIELD = "custom_logit_processor"  # of a request, which names one
 _OPTION = "--logit-processor"
 
 
@@ -39,32 +40,22 @@ def load_processors(names: Iterable[str]) -> dict[str, LogitsProcessor]:
     return {**{s: full[found[0]] for s, found in short.items() if len(found) == 1}, **full}
 
 
-def find_processor(processors: Mapping[str, LogitsProcessor], name: str, param: str) -> LogitsProcessor:
-    """Raises RequestError, naming the field `param`, for a processor that the server did not load."""
-    if name not in processors:
-        known = ", ".join(repr(n) for n in sorted(processors)) or f"none; start the server with {_OPTION}"
-        raise RequestError(f"{param}: there is no logits processor {name!r} (loaded: {known})", param)
-    return processors[name]
-
-
-def apply(
-    processor: LogitsProcessor, tokens: Sequence[int], logits: Tensor, params: Mapping[str, Any], param: str
-) -> Tensor:
+def apply(processor: LogitsProcessor, params: Mapping[str, Any], tokens: Sequence[int], logits: Tensor) -> Tensor:
     """Calls a processor and looks at what comes back. Raises RequestError when it fails, returns another shape, or
     leaves nothing to choose from."""
     try:
         result = processor(tokens, logits, dict(params))
     except Exception as error:  # code of the server's owner
-        raise RequestError(f"{param}: the logits processor failed: {type(error).__name__}: {error}", param) from error
+        raise RequestError(f"{FIELD}: the logits processor failed: {type(error).__name__}: {error}", FIELD) from error
     found = getattr(result, "shape", None), getattr(result, "dtype", None)
     if found != (logits.shape, logits.dtype):
         raise RequestError(
-            f"{param}: the logits processor returned {type(result).__name__} of shape {found[0]} and type {found[1]}, "
+            f"{FIELD}: the logits processor returned {type(result).__name__} of shape {found[0]} and type {found[1]}, "
             f"expected shape {tuple(logits.shape)} and type {logits.dtype}",
-            param,
+            FIELD,
         )
     if not bool(result.max() > -math.inf):  # the maximum is NaN if any logit is
-        raise RequestError(f"{param}: the logits processor left no token that may come next, or gave NaN", param)
+        raise RequestError(f"{FIELD}: the logits processor left no token that may come next, or gave NaN", FIELD)
     return result
 
 
