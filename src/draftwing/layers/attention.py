@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec
 from draftwing.layers.block_indexer import BlockIndexConfig, BlockIndexer
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, own_heads
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes, own_heads
 from draftwing.layers.linear import Linear
 from draftwing.layers.norm import BareNorm, RMSNorm, row_squares
 from draftwing.ops.attention.attend import Attend
@@ -86,9 +86,7 @@ class AttentionConfig(MixerConfig):
         return hidden * self.head_dim * ((2 + self.gated) * self.heads + made) + index
 
     def check(self) -> None:
-        for name in ("heads", "kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise CheckpointError(f"{name} must be at least 1, found {getattr(self, name)}")
+        check_sizes(self, ("heads", "kv_heads", "head_dim"))
         if self.heads % self.kv_heads:
             raise CheckpointError(
                 f"the number of heads must be a multiple of the number of key/value heads, "

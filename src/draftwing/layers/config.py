@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
@@ -21,6 +21,19 @@ from draftwing.ops.experts.routing import Routing
 from draftwing.ops.table import PLAIN, LayerOps
 from draftwing.parallel.cut import Cut, Order
 from draftwing.parallel.ranks import ALONE, Absent, Ranks, Share
+
+
+def check_sizes(config: object, names: Iterable[str], of: str = "") -> None:
+    """Raises CheckpointError where one of these sizes of a config is below 1. of: a layer, as in " of a delta net"."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise CheckpointError(f"{name}{of} must be at least 1, found {getattr(config, name)}")
+
+
+def check_taps(width: int) -> None:
+    """Raises CheckpointError for a convolution that sees one token alone."""
+    if width < 2:
+        raise CheckpointError(f"taps of a convolution must be at least 2, found {width}")
 
 
 @dataclass(frozen=True)
@@ -374,6 +387,10 @@ class Placement(NamedTuple):
     def linear(self, outputs: int, inputs: int = 0, bias: bool = False) -> Linear:
         """Makes a matrix in the layer's format. inputs: 0: those of the mixer."""
         return Linear(inputs or self.in_size, outputs, bias, self.dtype, self.device, self.layer.weight_format)
+
+    def wide(self, *shape: int) -> nn.Parameter:
+        """Makes a parameter in float32."""
+        return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self.device), False)
 
     def out(self, inputs: int, bias: bool = False) -> Linear:
         """Makes the last matrix, whose outputs are the layer's: sums over the ranks."""

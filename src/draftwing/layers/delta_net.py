@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import DeltaSpec
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, own_heads
+from draftwing.layers.config import (
+    Mixer,
+    MixerConfig,
+    Placement,
+    StoredMatrix,
+    StoredVector,
+    check_sizes,
+    check_taps,
+    own_heads,
+)
 from draftwing.layers.linear import Linear
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
@@ -50,16 +58,13 @@ class DeltaNetConfig(MixerConfig):
         return hidden * (self.keeps().channels + 2 * self.made + 2 * self.value_heads)
 
     def check(self) -> None:
-        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
-            if getattr(self, name) < 1:
-                raise CheckpointError(f"{name} of a delta net must be at least 1, found {getattr(self, name)}")
+        check_sizes(self, ("key_heads", "value_heads", "key_dim", "value_dim"), " of a delta net")
         if self.value_heads % self.key_heads:
             raise CheckpointError(
                 "the number of a delta net's value heads must be a multiple of the number of its key heads, "
                 f"found {self.value_heads} and {self.key_heads}"
             )
-        if self.conv_width < 2:
-            raise CheckpointError(f"taps of a convolution must be at least 2, found {self.conv_width}")
+        check_taps(self.conv_width)
 
     def spread(self, ranks: Ranks) -> DeltaNetConfig:
         """Returns the sizes of one rank: some key heads, and the value heads that read them."""
@@ -139,24 +144,34 @@ class DeltaNetConfig(MixerConfig):
         return GatedDeltaNet(self, place)
 
 
-class GatedDeltaNet(Mixer):
-    """Projections around the injected `Attend.delta`; q, k, v and z are one GEMM, b and a another, or the end of it."""
+class DeltaMixer(Mixer):
+    """A mixer around the injected `Attend.delta`."""
 
     needs_chunks = False
+    conv: nn.Parameter  # [channels, 1, conv_width] float32
+
+    def __init__(self, spec: DeltaSpec, place: Placement) -> None:
+        super().__init__()
+        self.pool_layer, self.spec, self._eps = place.pool_layer, spec, place.layer.norm.eps
+
+    def use(self, ops: LayerOps) -> None:
+        super().use(ops)
+        if ops.convolves_by_tap:
+            self.conv.data = self.conv.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+
+
+class GatedDeltaNet(DeltaMixer):
+    """Its projections: q, k, v and z are one GEMM, b and a another, or the end of it."""
+
     takes_fp8 = True
 
     def __init__(self, config: DeltaNetConfig, place: Placement) -> None:
-        super().__init__()
-        self.pool_layer, self.spec, self._eps = place.pool_layer, config.keeps(), place.layer.norm.eps
-        spec = self.spec
+        spec, wide = config.keeps(), place.wide
+        super().__init__(spec, place)
         self.qkvz = place.linear(spec.channels + config.made)
         self.ba: Linear | None = place.linear(2 * spec.value_heads)
         self.before_attention = 2
         self.out = place.out(config.made)
-
-        def wide(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=place.device), False)
-
         self.conv, self.norm = wide(spec.channels, 1, spec.conv_width), wide(spec.value_dim)
         self.decay, self.dt_bias = wide(spec.value_heads), wide(spec.value_heads)
 
@@ -165,11 +180,6 @@ class GatedDeltaNet(Mixer):
             self.merged = {"ba": ("qkvz", self.qkvz.out_features)}
             self.qkvz.append(self.ba, ops)
             self.ba, self.before_attention = None, 1
-
-    def use(self, ops: LayerOps) -> None:
-        super().use(ops)
-        if ops.convolves_by_tap:
-            self.conv.data = self.conv.permute(2, 1, 0).contiguous().permute(2, 1, 0)
 
     def linears(self) -> list[Linear]:
         return [*([] if self.ba is None else [self.ba]), self.qkvz, self.out]

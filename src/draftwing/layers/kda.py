@@ -10,12 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from draftwing.errors import CheckpointError
 from draftwing.kv.pool import DeltaSpec
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, own_heads
+from draftwing.layers.config import (
+    MixerConfig,
+    Placement,
+    StoredMatrix,
+    StoredVector,
+    check_sizes,
+    check_taps,
+    own_heads,
+)
+from draftwing.layers.delta_net import DeltaMixer
 from draftwing.layers.linear import Linear
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
@@ -53,11 +60,8 @@ class KdaConfig(MixerConfig):
         return hidden * (4 * self.wide + self.heads) + made
 
     def check(self) -> None:
-        for name in ("heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise CheckpointError(f"{name} of a delta net must be at least 1, found {getattr(self, name)}")
-        if self.conv_width < 2:
-            raise CheckpointError(f"taps of a convolution must be at least 2, found {self.conv_width}")
+        check_sizes(self, ("heads", "head_dim"), " of a delta net")
+        check_taps(self.conv_width)
 
     def spread(self, ranks: Ranks) -> KdaConfig:
         """Returns the sizes of one rank: some heads, and all of what lies between two matrices."""
@@ -98,15 +102,11 @@ class KdaConfig(MixerConfig):
         return Kda(self, place)
 
 
-class Kda(Mixer):
-    """Projections around the injected `Attend.delta`; q, k and v are one GEMM, and what is small another, or the end of
-    it."""
-
-    needs_chunks = False
+class Kda(DeltaMixer):
+    """Its projections: q, k and v are one GEMM, and what is small another, or the end of it."""
 
     def __init__(self, config: KdaConfig, place: Placement) -> None:
-        super().__init__()
-        self.pool_layer, self.spec, self._eps = place.pool_layer, config.keeps(), place.layer.norm.eps
+        super().__init__(config.keeps(), place)
         self._sizes = (0, 0, config.heads) if config.direct else (config.head_dim, config.head_dim, config.heads)
         self._direct = config.direct
         self.qkv = place.linear(self.spec.channels)
@@ -115,11 +115,7 @@ class Kda(Mixer):
         self.decay_up = place.linear(config.wide, between)
         self.gate_up = place.linear(config.wide, between)
         self.before_attention = 4
-        self.out = place.out(config.wide)
-
-        def wide(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=place.device), False)
-
+        self.out, wide = place.out(config.wide), place.wide
         self.conv, self.norm = wide(self.spec.channels, 1, config.conv_width), wide(config.head_dim)
         self.decay, self.dt_bias = wide(config.heads), wide(config.wide)
 
@@ -128,11 +124,6 @@ class Kda(Mixer):
             self.merged = {"low": ("qkv", self.qkv.out_features)}
             self.qkv.append(self.low, ops)
             self.low, self.before_attention = None, 3
-
-    def use(self, ops: LayerOps) -> None:
-        super().use(ops)
-        if ops.convolves_by_tap:
-            self.conv.data = self.conv.permute(2, 1, 0).contiguous().permute(2, 1, 0)
 
     def linears(self) -> list[Linear]:
         return [*([] if self.low is None else [self.low]), self.qkv, self.decay_up, self.gate_up, self.out]

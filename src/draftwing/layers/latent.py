@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVSpec
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, own_heads
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes, own_heads
 from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.indexer import IndexConfig, Indexer
 from draftwing.layers.linear import Linear
@@ -79,9 +79,7 @@ class LatentAttentionConfig(MixerConfig):
         return made + self.heads * (self.latent * (self.plain + self.values) + self.values * hidden)
 
     def check(self) -> None:
-        for name in ("heads", "plain", "turned", "values", "latent"):
-            if getattr(self, name) < 1:
-                raise CheckpointError(f"{name} must be at least 1, found {getattr(self, name)}")
+        check_sizes(self, ("heads", "plain", "turned", "values", "latent"))
         if self.turned % 2:
             raise CheckpointError(f"expected an even number of elements that are turned, found {self.turned}")
         if self.index is not None:

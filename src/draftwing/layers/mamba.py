@@ -11,29 +11,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import DeltaSpec
 from draftwing.layers.config import (
-    Mixer,
     MixerConfig,
     Placement,
     StoredMatrix,
     StoredVector,
+    check_sizes,
+    check_taps,
     own_heads,
     ranks_of_group,
 )
+from draftwing.layers.delta_net import DeltaMixer, Runs
 from draftwing.layers.linear import Linear
 from draftwing.layers.norm import row_squares
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
-from draftwing.ops.table import LayerOps
 from draftwing.parallel.cut import Cut, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
-Runs = Iterator[tuple[int, int]]  # of an axis: start and size of each
 PARTS = ("z", "x", "B", "C", "dt")  # of the first matrix, as a checkpoint has them
 
 
@@ -76,16 +75,13 @@ class Mamba2Config(MixerConfig):
         return hidden * (self.made + self.inner)
 
     def check(self) -> None:
-        for name in ("groups", "heads", "head_dim", "state_size"):
-            if getattr(self, name) < 1:
-                raise CheckpointError(f"{name} of a state-space layer must be at least 1, found {getattr(self, name)}")
+        check_sizes(self, ("groups", "heads", "head_dim", "state_size"), " of a state-space layer")
         if self.heads % self.groups:
             raise CheckpointError(
                 "the number of a state-space layer's heads must be a multiple of the number of its groups, found "
                 f"{self.heads} and {self.groups}"
             )
-        if self.conv_width < 2:
-            raise CheckpointError(f"taps of a convolution must be at least 2, found {self.conv_width}")
+        check_taps(self.conv_width)
 
     def spread(self, ranks: Ranks) -> Mamba2Config:
         """Returns the sizes of one rank: some groups, with their heads, or some heads of one."""
@@ -159,31 +155,19 @@ class Mamba2Config(MixerConfig):
         return Mamba2(self, place)
 
 
-class Mamba2(Mixer):
-    """Projections around the injected `Attend.delta`: C, B, x, gates and step sizes are one GEMM."""
-
-    needs_chunks = False
+class Mamba2(DeltaMixer):
+    """Its projections: C, B, x, gates and step sizes are one GEMM."""
 
     def __init__(self, config: Mamba2Config, place: Placement) -> None:
-        super().__init__()
-        self.pool_layer, self.spec, self._eps = place.pool_layer, config.keeps(), place.layer.norm.eps
+        super().__init__(config.keeps(), place)
         self._ranks, self._among, self._shared = place.layer.ranks, config.among if config.norm else None, config.shared
         self._inner, self._gates_first = config.inner, config.gates_first
         self.into = place.linear(config.made)
         self.out = place.out(config.inner)
-
-        def wide(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=place.device), False)
-
-        channels = self.spec.channels
+        channels, wide = self.spec.channels, place.wide
         self.conv, self.conv_bias = wide(channels, 1, config.conv_width), wide(channels) if config.conv_bias else None
         self.decay, self.dt_bias, self.skip = wide(config.heads), wide(config.heads), wide(config.heads)
         self.norm = wide(config.inner if config.norm else 0)
-
-    def use(self, ops: LayerOps) -> None:
-        super().use(ops)
-        if ops.convolves_by_tap:
-            self.conv.data = self.conv.permute(2, 1, 0).contiguous().permute(2, 1, 0)
 
     def linears(self) -> list[Linear]:
         return [self.into, self.out]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from draftwing.errors import CheckpointError, ConfigError
+from draftwing.errors import ConfigError
 from draftwing.kv.pool import StateSpec
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_taps
 from draftwing.layers.linear import Linear
 from draftwing.ops.attention.attend import Attend
 from draftwing.parallel.cut import Cut, ordered
@@ -31,8 +31,7 @@ class ShortConvConfig(MixerConfig):
         return 4 * hidden * self.channels
 
     def check(self) -> None:
-        if self.width < 2:
-            raise CheckpointError(f"taps of a convolution must be at least 2, found {self.width}")
+        check_taps(self.width)
 
     def spread(self, ranks: Ranks) -> ShortConvConfig:
         if self.channels % ranks.size:

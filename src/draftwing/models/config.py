@@ -15,7 +15,7 @@ import torch
 
 from draftwing.errors import CheckpointError
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import NORM, Activation, ExpertConfig, LayerConfig, NormConfig, StreamsConfig
+from draftwing.layers.config import NORM, Activation, ExpertConfig, LayerConfig, NormConfig, StreamsConfig, check_sizes
 from draftwing.layers.encoder import EncoderConfig
 from draftwing.layers.hybrid import HybridConfig
 from draftwing.layers.latent import LatentAttentionConfig
@@ -147,9 +147,7 @@ class ModelConfig:
         return self.layer_weights + vocab + last + tables + self.hidden_size * self.per_layer * self.num_layers
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_layers", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise CheckpointError(f"{name} must be at least 1, found {getattr(self, name)}")
+        check_sizes(self, ("hidden_size", "num_layers", "vocab_size"))
         for layer in dict.fromkeys(self.layers):  # mostly they are alike
             layer.check()
             if layer.mixer.rotates is None:
