@@ -33,7 +33,8 @@ MAY_ASK = {
     "serve.ray": "says what a replica needs of a machine, before there is one",
     "train.store": "pins memory for a GPU",
     "train.losses": "training's own kernels, with gradients",
-    "train.fit": "the process group's backend, whether bfloat16 is native, and torch's fused step",
+    "train.fit": "the process group's backend",
+    "train.optimizer": "whether bfloat16 is native, and torch's fused step",
     "train.stages": "a forecast: processes on a CPU share its cores",
     "train.ttt": "training's own kernels, with gradients; and a GPU would wait for the number of rows to be learnt",
 }

@@ -20,7 +20,7 @@ from draftwing.config.drafters import (
     training,
 )
 from draftwing.config.options import Options
-from draftwing.train.fit import recipe
+from draftwing.train.fit_config import recipe
 
 
 def test_names_and_aliases() -> None:

@@ -9,7 +9,8 @@ import torch
 
 from draftwing.models.heads.config import BlockConfig
 from draftwing.models.loader import load_model
-from draftwing.train.fit import Fit, FitConfig, FitReport, recipe
+from draftwing.train.fit import Fit, FitReport
+from draftwing.train.fit_config import FitConfig, recipe
 from draftwing.train.heads import TargetHead, new_block_head, new_eagle3_head, new_eagle_head
 from draftwing.train.store import Sample, SourceMeta
 from draftwing.train.ttt import Loss

@@ -21,8 +21,10 @@ from draftwing import ConfigError
 from draftwing.models.loader import load_model
 from draftwing.train import fit as fit_module
 from draftwing.train import progress
-from draftwing.train.fit import STATE_FILE, Fit, FitConfig, HeadOptimizer, StackedMuon, StateError, recipe
+from draftwing.train.fit import STATE_FILE, Fit, StateError
+from draftwing.train.fit_config import FitConfig, recipe
 from draftwing.train.heads import TargetHead, new_eagle3_head, new_eagle_head, new_mtp_head
+from draftwing.train.optimizer import HeadOptimizer, StackedMuon
 from draftwing.train.store import (
     SourceMeta,
     collate,

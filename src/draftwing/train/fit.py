@@ -1,5 +1,4 @@
-"""Trains a head: how (`FitConfig`), by which optimizers, and the loop around its objective, on one device or, started
-by torchrun, on several.
+"""Trains a head: the loop around its objective, on one device or, started by torchrun, on several.
 
 A run can be killed at any moment and go on: the state it saves is complete or not there, and what comes next is a
 function of the seed and the number of the step alone; there is no random state to keep.
@@ -16,26 +15,26 @@ import pickle
 import re
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, count, islice
+from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from draftwing.config.drafters import training
-from draftwing.engine.devices.cpu import has_native_bfloat16
 from draftwing.errors import ConfigError
 from draftwing.files import replace_file
 from draftwing.models.decoder import use_between
 from draftwing.models.heads.block import BlockHead
 from draftwing.train.blocks import BlockObjective
+from draftwing.train.fit_config import AnyLoss, FitConfig
 from draftwing.train.heads import AnyHead, TargetHead
 from draftwing.train.kernels import kernels_take
 from draftwing.train.losses import BlockLoss
+from draftwing.train.optimizer import HeadOptimizer, trains_in_half
 from draftwing.train.progress import Progress, Row, summary
 from draftwing.train.store import (
     FeatureSource,
@@ -46,154 +45,7 @@ from draftwing.train.store import (
     to_device,
     usable_lengths,
 )
-from draftwing.train.ttt import Loss, Objective
-
-AnyLoss = Loss | BlockLoss
-FINAL_RATE = 0.05  # share of the highest learning rate that is left at the end
-
-
-@dataclass(frozen=True)
-class FitConfig:
-    """How a head is trained; `train.settings` checks what a user asks for.
-
-    steps: of the optimizer; 0: as many as `epochs` over the samples take.  minutes: of training, in place of both; what
-    is trained then depends on the machine's speed.  tokens: of one forward, padding included.
-    accumulate: forward passes per step and process.  max_length: tokens of a sequence, beyond which it is cut.
-    optimizer: see `HeadOptimizer`.  lr: the highest learning rate, 0: the loss's own.
-    warmup: share of the steps in which it rises.
-    clip: largest norm of a gradient.
-    precision: bfloat16 computes products in it; "auto" does where it is native.  Parameters are float32 in any case.
-    """
-
-    loss: AnyLoss = field(default_factory=Loss)
-    steps: int = 0
-    epochs: float = 1.0
-    minutes: float = 0.0
-    tokens: int = 8192
-    accumulate: int = 1
-    max_length: int = 2048
-    optimizer: OptimizerName = "adamw"
-    lr: float = 0.0
-    warmup: float = 0.02
-    clip: float = 0.5
-    seed: int = 0
-    precision: Literal["auto", "bfloat16", "float32"] = "auto"
-    log_every: int = 20
-    eval_every: int = 500
-    save_every: int = 500
-
-    def learning_rate(self, step: int, total: int, hidden: int) -> float:
-        """Returns the rate of step 0, 1, ..: up in a line, then down in half a cosine."""
-        highest, rise = self.lr or self.loss.rate(hidden), self.warmup * total
-        if step < rise:
-            return highest * (step + 1) / (rise + 1)
-        done = (step - rise) / max(1.0, total - rise)
-        return highest * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done)))
-
-
-def recipe(algorithm: str, **changes: Any) -> FitConfig:
-    """Returns the config that `algorithm` is trained with by default. Raises ConfigError for an unknown one."""
-    how = training(algorithm)
-    loss = BlockLoss(**how.loss) if how.block else Loss(**how.loss)
-    return FitConfig(**{"loss": loss, **changes})
-
-
-OptimizerName = Literal["adamw", "muon"]
-BETAS = (0.9, 0.95)  # of AdamW
-_TABLES = (
-    "lm_head",
-    "markov.above",
-    "markov.out",
-    "confidence",
-    "selector.before",
-    "selector.after",
-)  # in names of matrices whose rows are no directions
-
-
-class StackedMuon(torch.optim.Muon):
-    """torch's Muon, its state and its update, with the iteration done for all matrices of one shape at once: a head has
-    a few shapes and several matrices of each, which are too small to fill a GPU one by one."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        assert closure is None
-        for group in self.param_groups:
-            params: list[Tensor] = []
-            grads: list[Tensor] = []
-            buffers: list[Tensor] = []
-            self._init_group(group, params, grads, buffers)
-            if not params:
-                continue
-            rate, momentum = group["lr"], group["momentum"]
-            torch._foreach_lerp_(buffers, grads, 1 - momentum)
-            updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
-            if group["weight_decay"]:
-                torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
-            alike: dict[torch.Size, list[int]] = {}
-            for i, param in enumerate(params):
-                alike.setdefault(param.shape, []).append(i)
-            for shape, members in alike.items():
-                stack = torch.stack([updates[i] for i in members])
-                ortho = _orthogonal(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
-                steps = ortho.to(params[members[0]].dtype).unbind()
-                # As "match_rms_adamw" (Liu et al. 2025).
-                torch._foreach_add_([params[i] for i in members], steps, alpha=-rate * 0.2 * math.sqrt(max(shape)))
-
-
-def _orthogonal(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """[n, rows, columns] -> of each matrix about its nearest orthogonal one, by Newton and Schulz's iteration
-    (Jordan et al. 2024): in bfloat16 as there, but where that is slower than float32."""
-    a, b, c = coefficients
-    native = stack.device.type == "cuda" or has_native_bfloat16()
-    x, tall = stack.bfloat16() if native else stack, stack.shape[1] > stack.shape[2]
-    if tall:
-        x = x.mT
-    x = x / x.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
-
-
-class HeadOptimizer:
-    """AdamW for all parameters, or Muon (Jordan et al. 2024) for the matrices of the layer and AdamW for the others.
-
-    Muon steps along the nearest orthogonal matrix of the momentum. Norms, biases and tables such as output heads, whose
-    rows are tokens and not directions, are AdamW's in any case. Muon's steps are scaled to the size that AdamW's have
-    (0.2 times the learning rate in the mean square, Liu et al. 2025, arXiv 2502.16982), so one learning rate serves
-    both.
-    """
-
-    def __init__(self, head: nn.Module, name: OptimizerName) -> None:
-        named = [(key, param) for key, param in head.named_parameters() if param.requires_grad]
-        matrices = [
-            param for key, param in named
-            if name == "muon" and param.dim() == 2 and not any(table in key for table in _TABLES)
-        ]  # fmt: skip
-        taken = {id(param) for param in matrices}
-        others = [param for _, param in named if id(param) not in taken]
-        self._parts: list[torch.optim.Optimizer] = []
-        if matrices:
-            self._parts.append(StackedMuon(matrices, weight_decay=0))
-        if others:
-            fused = others[0].device.type == "cuda"
-            self._parts.append(torch.optim.AdamW(others, betas=BETAS, weight_decay=0, fused=fused))
-
-    def step(self, rate: float) -> None:
-        """Takes a step. rate: its learning rate. Gradients are gone afterwards."""
-        for group in chain.from_iterable(part.param_groups for part in self._parts):
-            group["lr"] = rate
-        for part in self._parts:
-            part.step()
-            part.zero_grad(set_to_none=True)
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        return [part.state_dict() for part in self._parts]
-
-    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        for part, state in zip(self._parts, states, strict=True):
-            part.load_state_dict(state)
-
+from draftwing.train.ttt import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -238,11 +90,6 @@ def join_world(device: str = "cuda") -> torch.device:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     return chosen
-
-
-def trains_in_half(device: torch.device) -> bool:
-    """Tells whether products are in bfloat16 where the precision is "auto"."""
-    return device.type == "cuda" or has_native_bfloat16()
 
 
 def make_objective(
