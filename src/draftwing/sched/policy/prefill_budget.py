@@ -17,7 +17,8 @@ from heapq import nlargest
 import numpy as np
 
 from draftwing.core import Chunk
-from draftwing.sched.policy.cost import CONTEXT, DOUBT, OUTDATED, RECENT
+from draftwing.sched.policy.cost import DOUBT, OUTDATED, RECENT
+from draftwing.sched.policy.cost_table import CONTEXT
 
 PART = 3.0  # times what it takes to read all weights: as long may a prefill take while requests decode
 UNNOTICED_GAP = 0.012  # seconds: as long may it take in any case, which no reader notices
