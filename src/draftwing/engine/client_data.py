@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from draftwing.engine.executor import Executor
 from draftwing.engine.lookup_memory import LookupMemory
 from draftwing.engine.namespaces import CacheNamespaces
 from draftwing.engine.saved_prefixes import SavedPrefixes
+from draftwing.errors import GenerationError
 from draftwing.sched.req import Req
 from draftwing.spec.drafter import PastText
 
@@ -73,18 +75,29 @@ class ClientData:
 
     def forget(self, client: str) -> int:
         """Forgets what a client's requests left, those that run included. Returns how many answers the memory had of
-        it. Raises OSError."""
+        it. Raises GenerationError where the disk fails."""
         with self._forgetting:
             self.namespaces.forget(client)
             self._checks.forget(client)
-        try:
-            return 0 if self._memory is None else self._memory.delete(client)
-        finally:
-            if self._saved is not None:
-                self._saved.forget(client)
+        with _removing("for lookups"):
+            try:
+                return 0 if self._memory is None else self._memory.delete(client)
+            finally:
+                if self._saved is not None:
+                    self._saved.forget(client)
 
     def clear(self) -> None:
-        """Forgets what is kept of all clients. Raises OSError."""
-        for kept in (self._memory, self._saved):
-            if kept is not None:
-                kept.clear()
+        """Forgets what is kept of all clients. Raises GenerationError where the disk fails."""
+        with _removing("on the disk"):
+            for kept in (self._memory, self._saved):
+                if kept is not None:
+                    kept.clear()
+
+
+@contextmanager
+def _removing(what: str) -> Iterator[None]:
+    """Raises GenerationError in place of OSError. what: is removed of what is kept."""
+    try:
+        yield
+    except OSError as error:
+        raise GenerationError(f"what is kept {what} could not be removed: {error}") from error

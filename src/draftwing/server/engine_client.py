@@ -16,23 +16,9 @@ from typing import Any
 from draftwing.config.adapters import AdapterCard
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
-from draftwing.engine.process.link import (
-    Abort,
-    Ask,
-    Compile,
-    Drop,
-    EngineDead,
-    EngineLink,
-    Forget,
-    Listener,
-    LoadAdapter,
-    Reply,
-    SlotAction,
-    Swap,
-    UnloadAdapter,
-)
+from draftwing.engine.process.link import Abort, Ask, Compile, Drop, EngineDead, EngineLink, Listener, Reply
 from draftwing.engine.provenance import Digests
-from draftwing.errors import GenerationError, NotFound, RequestError
+from draftwing.errors import DraftwingError, NotFound, RequestError
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.server.dispatch import DispatchQueue, Wakeups
@@ -113,7 +99,6 @@ class Stream:
 
 
 logger = logging.getLogger(__name__)
-Question = Ask | Compile | Forget | LoadAdapter | SlotAction | Swap | UnloadAdapter
 STATS_SECONDS = 0.5  # how long the engine's numbers are waited for, then those of before have to do
 
 
@@ -222,32 +207,36 @@ class AsyncEngine:
         """Forgets cached prefixes; False when requests are running or waiting. Raises GenerationError where what is on
         the disk cannot be removed, or EngineDead."""
         self._check()
-        return not self._streams and await self._asked(Ask, "flush_cache")
+        return not self._streams and bool(await self._ask("flush_cache"))
 
     async def sleep(self) -> None:
         """Has the engine give memory back when what it was sent so far has ended; a request that comes later waits for
         that and wakes it up. Raises GenerationError where the host has no room, or EngineDead."""
-        await self._asked(Ask, "sleep")
+        await self._ask("sleep")
 
     async def wake_up(self) -> None:
         """Has the engine be awake. Raises GenerationError where others have taken its memory, or EngineDead."""
-        await self._asked(Ask, "wake_up")
+        await self._ask("wake_up")
 
     async def swap_draft(self, folder: Path | None) -> str | None:
         """Has the engine draft with the head in this folder, None for the one that it began with, and wakes it up for
         that. Returns None, or in words why that is refused."""
         try:
             await self.wake_up()
-            await self._asked(Swap, None if folder is None else str(folder))
-        except GenerationError as error:
+            await self._ask("swap_draft", folder)
+        except EngineDead:
+            raise
+        except DraftwingError as error:
             return str(error)
         return None
 
     async def load_adapter(self, name: str, path: Path, replace: bool) -> AdapterCard:
         """Has the engine load an adapter under a name. Raises RequestError where it is refused, or EngineDead."""
         try:
-            self.adapters[name] = await self._asked(LoadAdapter, name, str(path), replace)
-        except GenerationError as error:
+            self.adapters[name] = await self._ask("load_adapter", name, path, replace)
+        except EngineDead:
+            raise
+        except DraftwingError as error:
             raise RequestError(str(error), "lora_path") from None
         return self.adapters[name]
 
@@ -256,8 +245,8 @@ class AsyncEngine:
         self._check()
         self.adapters.pop(name, None)
         try:
-            await self._asked(UnloadAdapter, name)
-        except GenerationError as error:
+            await self._ask("unload_adapter", name)
+        except NotFound as error:
             raise NotFound(str(error), "lora_name") from None
 
     async def _load_adapters_again(self, before: Iterable[AdapterCard]) -> None:
@@ -276,16 +265,13 @@ class AsyncEngine:
     async def forget_client(self, client: str) -> int:
         """Forgets what drafts for a client are looked up in, and what of it is on the disk. Returns how many answers
         were there. Raises GenerationError where that fails, or EngineDead."""
-        answers: int = await self._asked(Forget, client)
+        answers: int = await self._ask("forget_client", client)
         return answers
 
     async def act_on_slot(self, action: str, client: str, slot: int, filename: str) -> tuple[int, int]:
         """Saves, restores or erases a client's slot. Returns tokens and bytes. Raises RequestError, GenerationError
         where the disk fails, or EngineDead."""
-        found = await self._asked(SlotAction, action, client, slot, filename)
-        if isinstance(found, RequestError):
-            raise found
-        done: tuple[int, int] = found
+        done: tuple[int, int] = await self._ask("act_on_slot", action, client, slot, filename)
         return done
 
     async def compile(self, grammar: Grammar, text: str, param: str | None, client: str) -> None:
@@ -297,14 +283,10 @@ class AsyncEngine:
         question = Compile(next(self._numbers), grammar, text, param, client)
         self._compiles[question.number] = grammar
         try:
-            refused = await self._reply(question)
+            await self._reply(question)
         except asyncio.CancelledError:
             self.link.send(Drop(question.number))
             raise
-        if isinstance(refused, str):
-            raise GenerationError(refused)
-        if refused is not None:
-            raise RequestError(*refused)
 
     async def stats(self) -> dict[str, Any]:
         """Returns `Engine.stats` and `age`: seconds since the engine gave them. An engine that is slow to answer is not
@@ -325,16 +307,12 @@ class AsyncEngine:
     def forget(self, uid: str) -> None:
         self._streams.pop(uid, None)
 
-    async def _asked(self, kind: Callable[..., Question], *what: Any) -> Any:
-        """Returns what the engine replies. Raises GenerationError for a text, which says why it did not, or
-        EngineDead."""
+    async def _ask(self, method: str, *args: Any) -> Any:
+        """Calls a method of the engine. Raises its errors, or EngineDead."""
         self._check()
-        found = await self._reply(kind(next(self._numbers), *what))
-        if isinstance(found, str):
-            raise GenerationError(found)
-        return found
+        return await self._reply(Ask(next(self._numbers), method, args))
 
-    async def _reply(self, question: Question) -> Any:
+    async def _reply(self, question: Ask | Compile) -> Any:
         future = self._questions[question.number] = asyncio.get_running_loop().create_future()
         try:
             self.link.send(question)
@@ -403,7 +381,10 @@ class AsyncEngine:
         self._compiles.pop(reply.number, None)
         future = self._questions.get(reply.number)
         if future is not None and not future.done():
-            future.set_result(reply.value)
+            if reply.error is None:
+                future.set_result(reply.value)
+            else:
+                future.set_exception(reply.error)
 
     def _died(self, link: EngineLink, cause: str) -> None:
         if self._stopping.is_set() or link is not self.link or self.error is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any, NoReturn
 import pytest
 
 from draftwing.core import Output
-from draftwing.engine.process.link import Abort, Ask, Compile, Drop, Refused, Reply, Swap
+from draftwing.engine.process.link import Abort, Ask, Compile, Drop, Refused, Reply
 from draftwing.engine.process.worker import SMALL, GrammarThreads, Worker
-from draftwing.errors import ConfigError, RequestError
+from draftwing.errors import ConfigError, GenerationError, RequestError
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
@@ -102,6 +103,12 @@ def request(uid: str, grammar: Grammar | None = None) -> GenerationRequest:
     return GenerationRequest(uid, [1], SamplingParams(max_new_tokens=1).replace(grammar=grammar))
 
 
+def refusal(reply: Reply) -> tuple[type[BaseException], str]:
+    """Its error as the server reads it."""
+    error = pickle.loads(pickle.dumps(reply)).error
+    return type(error), str(error)
+
+
 def test_it_goes_on_reading(worker: Posted) -> None:
     grammars = worker.engine.grammars
     worker.does(Compile(1, A, "", None, ""))
@@ -117,22 +124,25 @@ def test_it_goes_on_reading(worker: Posted) -> None:
 
 
 def test_it_goes_on_reading_while_a_head_is_loaded(worker: Posted) -> None:
-    worker.does(Swap(1, "/heads/2"))
+    worker.does(Ask(1, "swap_draft", (Path("/heads/2"),)))
     worker.does([request("plain")])
     assert worker.engine.said == ["plain"] and not worker.messages
     worker.engine.loads.release()
     worker.until(lambda: worker.messages == [Reply(1, None)])
     assert worker.engine.said == ["plain", "swap /heads/2"]
     worker.engine.loads.release()
-    worker.does(Swap(2, "/heads/another"))
-    worker.until(lambda: worker.messages[-1] == Reply(2, "it is of another shape"))
+    worker.does(Ask(2, "swap_draft", (Path("/heads/another"),)))
+    worker.until(lambda: worker.messages[-1].number == 2)
+    assert refusal(worker.messages[-1]) == (ConfigError, "it is of another shape")
 
 
 def test_refusals_are_told(worker: Posted) -> None:
     wrong = Grammar("regex", "wrong")
     worker.engine.grammars.go.release(2)
     worker.does(Compile(1, wrong, "", "guided_regex", ""))
-    worker.until(lambda: Reply(1, ("it is wrong", "guided_regex")) in worker.messages)
+    worker.until(lambda: bool(worker.messages))
+    assert refusal(worker.messages[0]) == (RequestError, "it is wrong")
+    assert worker.messages[0].error.param == "guided_regex"
     worker.does([request("x", wrong)])
     worker.until(lambda: Refused("x", "it is wrong") in worker.messages)
 
@@ -167,7 +177,8 @@ def test_what_a_grammar_raises_is_an_error_of_its_request(worker: Posted, caplog
     worker.does([request("x", bad)])
     worker.does(Compile(2, A, "", None, ""))
     worker.until(lambda: len(worker.messages) == 3)
-    assert worker.messages == [Reply(1, words), failed("x", words), Reply(2, None)]
+    assert refusal(worker.messages[0]) == (GenerationError, words)
+    assert worker.messages[1:] == [failed("x", words), Reply(2, None)]
     assert caplog.text.count("Panic: it is too much") == 2
 
 
@@ -181,7 +192,7 @@ def test_a_thread_that_cannot_be_started_is_an_error_of_its_request(worker: Post
         patch.setattr(threading.Thread, "start", no_thread)
         worker.does(Compile(1, A, "", None, ""))
         worker.does([request("x", A)])
-    assert worker.messages == [Reply(1, words), failed("x", words)]
+    assert refusal(worker.messages[0]) == (GenerationError, words) and worker.messages[1:] == [failed("x", words)]
     worker.does(Compile(2, A, "", None, ""))
     worker.until(lambda: worker.messages[2:] == [Reply(2, None)])
     assert not worker.engine.said

@@ -43,16 +43,17 @@ class Abort(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A question by name: "stats", "flush_cache", "sleep" or "wake_up". A `Reply` of this number comes back: its answer
-    when that is done, or in words why it cannot be; of the latter two None is the answer."""
+    """Calls a method of `Engine` by its name. A `Reply` of this number comes back: what it returns, of a Future what
+    that gets, or its error."""
 
     number: int
-    what: str
+    method: str
+    args: tuple[Any, ...] = ()
 
 
 class Compile(NamedTuple):
     """A grammar that requests of `client` will have. A `Reply` of this number comes back, even after a `Drop`: None, or
-    the RequestError's message and param, or in words what else went wrong. text: what a `Translator` has made of it.
+    a RequestError, or a GenerationError that says what else went wrong. text: what a `Translator` has made of it.
     param: the field that it came in."""
 
     number: int
@@ -68,63 +69,22 @@ class Drop(NamedTuple):
     number: int
 
 
-class Swap(NamedTuple):
-    """A folder with another draft head, None for the one that the engine began with. A `Reply` of this number comes
-    back: None, or in words why it is refused."""
-
-    number: int
-    folder: str | None
-
-
-class Forget(NamedTuple):
-    """A client, of whose requests nothing is to be remembered. A `Reply` of this number comes back: how many answers
-    were kept of it, or in words what went wrong."""
-
-    number: int
-    client: str
-
-
-class LoadAdapter(NamedTuple):
-    """An adapter and the name that it is to have. A `Reply` of this number comes back: its `AdapterCard`, or in words
-    why it is refused."""
-
-    number: int
-    name: str
-    path: str
-    replace: bool
-
-
-class UnloadAdapter(NamedTuple):
-    """The name of an adapter. A `Reply` of this number comes back: None, or in words why it is refused."""
-
-    number: int
-    name: str
-
-
-class SlotAction(NamedTuple):
-    """What to do with a client's slot: "save", "restore" or "erase".  filename: "" is none. A `Reply` of this number
-    comes back: tokens and bytes, or a RequestError, or in words what else went wrong."""
-
-    number: int
-    action: str
-    client: str
-    slot: int
-    filename: str
-
-
 class Close(NamedTuple):
     pass
 
 
-Message = Abort | Ask | Compile | Drop | Forget | LoadAdapter | SlotAction | Swap | UnloadAdapter | Close
+Message = Abort | Ask | Compile | Drop | Close
 
 
 # -- from the engine; besides these, `list[Output]`, and `Failed` as its last words -----------------------------------
 
 
 class Reply(NamedTuple):
+    """The answer to the question of this number, or its error."""
+
     number: int
-    value: Any
+    value: Any = None
+    error: DraftwingError | None = None
 
 
 class Refused(NamedTuple):

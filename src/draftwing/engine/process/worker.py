@@ -15,28 +15,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from draftwing.config.devices import AUTO
 from draftwing.config.options import Options
 from draftwing.core import Output
-from draftwing.engine.process.link import (
-    Abort,
-    Ask,
-    Close,
-    Compile,
-    Drop,
-    Forget,
-    LoadAdapter,
-    Message,
-    Refused,
-    Reply,
-    SlotAction,
-    Swap,
-    UnloadAdapter,
-)
+from draftwing.engine.process.link import Abort, Ask, Close, Compile, Drop, Message, Refused, Reply
 from draftwing.engine.process.spawn import Failed, joined
 from draftwing.engine.startup import before_torch
 from draftwing.engine.startup.before_torch import Laps
@@ -51,6 +37,15 @@ if TYPE_CHECKING:
     from draftwing.engine.engine import Engine
 
 SMALL = 16_384  # characters of a grammar
+# Of methods that take a while: the thread that calls them, one after the other, and what is said of an error of theirs
+# that nobody raised on purpose. Nothing has changed before it, so the engine goes on. Adapters share a thread, for
+# their names may be the same.
+LANES = {
+    "swap_draft": ("draftwing-swap", "a head could not be loaded"),
+    "load_adapter": ("draftwing-adapters", "an adapter could not be loaded"),
+    "unload_adapter": ("draftwing-adapters", "an adapter could not be unloaded"),
+    "act_on_slot": ("draftwing-slots", "a slot could not be used"),
+}
 Work = Callable[[Callable[[], bool]], None]
 logger = logging.getLogger("draftwing")
 
@@ -166,8 +161,7 @@ class Worker:
         self._posting = threading.Lock()
         self._early: queue.SimpleQueue[Engine] = queue.SimpleQueue()
         self._compiling = GrammarThreads(self.die)
-        self._adapter_work = OneByOne("draftwing-adapters")
-        self._slot_work = OneByOne("draftwing-slots")
+        self._lanes = {name: OneByOne(name) for name, _ in LANES.values()}
         self._closing = False
 
     def run(self, options: Options) -> None:
@@ -243,39 +237,49 @@ class Worker:
                 else:
                     engine.abort(uid)
         elif isinstance(message, Compile):
+
+            def compiled() -> None:
+                engine.grammars.compile(message.grammar, message.param, message.text)
+
             self._later(
                 message.grammar, message.client, message.number,
-                lambda gone: self._compile(engine, message),
-                lambda words: self.post(Reply(message.number, words)),
+                lambda gone: self._answer(message.number, compiled),
+                lambda words: self.post(Reply(message.number, error=GenerationError(words))),
             )  # fmt: skip
         elif isinstance(message, Drop):
             if self._compiling.drop(message.number):
-                self.post(Reply(message.number, None))  # it is compiled no more
-        elif isinstance(message, Swap):  # a head takes a while to load, and requests come by this thread
-            threading.Thread(target=self._swap, args=(engine, message), name="draftwing-swap", daemon=True).start()
-        elif isinstance(message, LoadAdapter | UnloadAdapter):  # one after the other: names may be the same
-            self._adapter_work.put(lambda: self._adapt(engine, message))
-        elif isinstance(message, SlotAction):  # which reads and writes files
-            self._slot_work.put(lambda: self._act_on_slot(engine, message))
-        elif isinstance(message, Forget):
-            try:
-                forgotten: int | str = engine.forget_client(message.client)
-            except OSError as error:
-                forgotten = f"what is kept for lookups could not be removed: {error}"
-            self.post(Reply(message.number, forgotten))
-        elif isinstance(message, Ask) and message.what in ("sleep", "wake_up"):
-            done = engine.sleep() if message.what == "sleep" else engine.wake_up()
-            done.add_done_callback(lambda done: self.post(Reply(message.number, _words(done))))
+                self.post(Reply(message.number))  # it is compiled no more
         elif isinstance(message, Ask):
-            # One question at a time, on this thread: flushing waits for the step that runs.
-            value: Any
-            try:
-                value = engine.flush_cache() if message.what == "flush_cache" else engine.stats()
-            except OSError as error:
-                value = f"what is kept on the disk could not be removed: {error}"
-            except GenerationError as error:  # it cannot wake up for that
-                value = str(error)
-            self.post(Reply(message.number, value))
+            lane, failed = LANES.get(message.method, ("", ""))
+            answer = partial(
+                self._answer, message.number, lambda: getattr(engine, message.method)(*message.args), failed
+            )
+            if lane:
+                self._lanes[lane].put(answer)
+            else:  # one at a time, on this thread: flushing waits for the step that runs
+                answer()
+
+    def _answer(self, number: int, call: Callable[[], Any], failed: str = "") -> None:
+        """Replies to a question. failed: what is said of an error that nobody raised on purpose; without it, such an
+        error is raised."""
+        value: Any = None
+        error: DraftwingError | None = None
+        try:
+            value = call()
+        except (RequestError, GenerationError) as refused:
+            error = refused
+        except Exception as other:
+            if not failed:
+                raise
+            if isinstance(other, DraftwingError):
+                error = other
+            else:
+                logger.error("%s", failed, exc_info=other)
+                error = GenerationError(f"{failed}: {type(other).__name__}: {other}")
+        if isinstance(value, Future):
+            value.add_done_callback(lambda done: self._answer(number, done.result))
+        else:
+            self.post(Reply(number, value, error))
 
     def _let_in(self, engine: Engine, request: GenerationRequest) -> None:
         grammar = request.params.grammar
@@ -319,56 +323,6 @@ class Worker:
             self.post([Output(request.uid, [], {"type": "abort", "message": str(error), "status_code": 404})])
         except RequestError as error:
             self.post(Refused(request.uid, str(error)))
-
-    def _compile(self, engine: Engine, asked: Compile) -> None:
-        try:
-            engine.grammars.compile(asked.grammar, asked.param, asked.text)
-        except RequestError as error:
-            self.post(Reply(asked.number, (str(error), error.param)))
-        else:
-            self.post(Reply(asked.number, None))
-
-    def _adapt(self, engine: Engine, asked: LoadAdapter | UnloadAdapter) -> None:
-        found: object = None
-        try:
-            if isinstance(asked, LoadAdapter):
-                found = engine.load_adapter(asked.name, Path(asked.path), asked.replace)
-            else:
-                engine.unload_adapter(asked.name)
-        except DraftwingError as error:
-            found = str(error)
-        except Exception as error:  # nothing has changed yet
-            logger.error("an adapter could not be loaded", exc_info=error)
-            found = f"{type(error).__name__}: {error}"
-        self.post(Reply(asked.number, found))
-
-    def _act_on_slot(self, engine: Engine, asked: SlotAction) -> None:
-        found: object
-        try:
-            found = engine.act_on_slot(asked.action, asked.client, asked.slot, asked.filename)
-        except RequestError as error:
-            found = error
-        except Exception as error:  # such as of the disk; the engine goes on
-            logger.error("a slot could not be used: %s", asked.action, exc_info=error)
-            found = f"the slot's file: {type(error).__name__}: {error}"
-        self.post(Reply(asked.number, found))
-
-    def _swap(self, engine: Engine, asked: Swap) -> None:
-        refused = None
-        try:
-            engine.swap_draft(None if asked.folder is None else Path(asked.folder))
-        except DraftwingError as error:
-            refused = str(error)
-        except Exception as error:  # nothing has changed yet: the engine goes on with the head that it has
-            logger.error("a head could not be loaded", exc_info=error)
-            refused = f"{type(error).__name__}: {error}"
-        self.post(Reply(asked.number, refused))
-
-
-def _words(done: Future[None]) -> str | None:
-    """Returns why something was not done."""
-    error = done.exception()
-    return None if error is None else str(error)
 
 
 if __name__ == "__main__":
