@@ -29,9 +29,9 @@ from draftwing.config.options import Options
 from draftwing.models.hub import resolve_model
 from draftwing.train import heads
 from draftwing.train.capture import FeatureModel, capture
+from draftwing.train.draft_vocabulary import renewed
 from draftwing.train.fit import Fit
 from draftwing.train.fit_config import FitConfig
-from draftwing.train.heads import renewed
 from draftwing.train.judge import Drafted, Temperatures, compare, draft_along
 from draftwing.train.merge import input_moments, merge
 from draftwing.train.store import FeatureStore, Part, Tokens

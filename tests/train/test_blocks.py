@@ -31,8 +31,9 @@ from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.train import blocks, fit, losses
 from draftwing.train.blocks import STATS, BlockObjective
+from draftwing.train.draft_vocabulary import unused_token
 from draftwing.train.fit import make_objective
-from draftwing.train.heads import TargetHead, trainable, unused_token
+from draftwing.train.heads import TargetHead, trainable
 from draftwing.train.judge import along
 from draftwing.train.losses import BlockLoss, teach
 from draftwing.train.store import Part, Sample, Tokens, collate, to_device

@@ -23,7 +23,7 @@ from draftwing.ops.attention.batch import AttentionKind
 from draftwing.train import capture as capture_module
 from draftwing.train import store as store_module
 from draftwing.train.capture import Causal, FeatureModel, batches, capture, eagle3_aux_layers, target_aux_layers
-from draftwing.train.heads import covered, draft_vocabulary
+from draftwing.train.draft_vocabulary import covered, draft_vocabulary
 from draftwing.train.store import FeatureStore, OnlineSource, Sample, SourceMeta, Tokens
 
 

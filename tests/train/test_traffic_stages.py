@@ -35,7 +35,8 @@ from draftwing.models.heads.own_layers import layers_to_learn
 from draftwing.models.loader import load_config, load_model
 from draftwing.train import traffic_stages
 from draftwing.train.checkpoint import save_head
-from draftwing.train.heads import RENEWED, load_head, new_block_head, new_eagle3_head, renew_vocabulary, renewed
+from draftwing.train.draft_vocabulary import RENEWED, renewed
+from draftwing.train.heads import load_head, new_block_head, new_eagle3_head, renew_vocabulary
 from draftwing.train.judge import Comparison, Judgement
 from draftwing.train.store import Tokens
 from draftwing.train.traffic import general_prompts

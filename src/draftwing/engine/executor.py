@@ -109,8 +109,7 @@ class Executor:
         self._images: ImageFeatures | None = None
         if model.tower is not None:
             in_axes = any(rope.sections for rope in model.config.ropes)
-            products = sum(layer.products for layer in model.config.layers)
-            self._images = ImageFeatures(model.tower, in_axes, table.rows + 1, device, products)
+            self._images = ImageFeatures(model.tower, in_axes, table.rows + 1, device, model.config.products)
         self._features = RequestFeatures(model, drafter, table, device, self.calibration)
         self.commit_stage = CommitStage(
             model, drafter, table, self.ops, self._batches, self._features, self._backlog, self.calibration, simulation

@@ -139,6 +139,11 @@ class ModelConfig:
         return sum(layer.weights for layer in self.layers)
 
     @property
+    def products(self) -> int:
+        """Returns about how many products of the layers a token takes."""
+        return sum(layer.products for layer in self.layers)
+
+    @property
     def matrix_weights(self) -> int:
         """Returns values in all matrices that memory must hold: of the layers, the embedding and the head."""
         vocab = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)

@@ -153,19 +153,10 @@ def forecast(settings: Settings, target: ModelConfig, aux_layers: int, text: Tex
     token = 6 * (head.once + head.passes * head.layers) + share * lm_head
     step = settings.batch_tokens * settings.accumulate * settings.gpus
     seen = settings.steps * step or round(settings.epochs * text.tokens * (1 - settings.held_out))
-    capturing = 2.0 * forward_weights(target) * (seen if settings.online else text.missing)
+    capturing = 2.0 * target.products * (seen if settings.online else text.missing)
     written = head.parameters * (2 * _STATE + 4)  # the state replaces another one; and the head
     stored = 0 if settings.online else text.missing * token_bytes
     return Forecast(text, seen, settings.steps or math.ceil(seen / step), capturing, token * seen, stored, written)
-
-
-def forward_weights(target: ModelConfig) -> int:
-    """Returns the values in the layers' matrices that one token goes through: of experts those it is sent to."""
-    total = 0
-    for layer in target.layers:
-        unused = 0 if layer.experts is None else layer.experts.count - layer.experts.routing.top_k
-        total += layer.weights - (unused * 3 * layer.hidden * layer.experts.ffn if layer.experts is not None else 0)
-    return total
 
 
 def product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:

@@ -35,12 +35,13 @@ from draftwing.train.capture import SHARD_BYTES, FeatureModel, bytes_per_token, 
 from draftwing.train.checkpoint import save_head
 from draftwing.train.data import Prompt, Skipped, held_out, original
 from draftwing.train.dataset import Dataset, Response, evaluation_sets, read_dataset, read_responses, responses_files
+from draftwing.train.draft_vocabulary import Vocabulary, covered, draft_vocabulary, unused_token
 from draftwing.train.evaluate import Trial, evaluate, summary, write_card
 from draftwing.train.fit import Fit, FitReport, join_world
 from draftwing.train.fit_config import FitConfig, recipe
 from draftwing.train.forecast import Text, count_text, forecast, longest_text, product_rate
 from draftwing.train.generate import Sampling, cut_last_line, generate, usable
-from draftwing.train.heads import Vocabulary, checked_mask, covered, draft_vocabulary, fresh_block, unused_token
+from draftwing.train.heads import checked_mask, fresh_block
 from draftwing.train.optimizer import trains_in_half
 from draftwing.train.settings import Run
 from draftwing.train.store import FeatureStore, OnlineSource, Part, SourceMeta, Tokens

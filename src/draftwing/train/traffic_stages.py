@@ -25,9 +25,9 @@ from draftwing.learn.traffic import RUN, TrafficStore
 from draftwing.train import heads
 from draftwing.train.data import Skipped, read_prompts
 from draftwing.train.dataset import Dataset
+from draftwing.train.draft_vocabulary import covered, renewed
 from draftwing.train.fit import STATE_FILE, StateError
 from draftwing.train.fit_config import FitConfig
-from draftwing.train.heads import covered, renewed
 from draftwing.train.judge import Comparison, Judgement, Temperatures, draft_along, judge, most_drafts
 from draftwing.train.merge import Moments, input_moments, merge, moments_bytes
 from draftwing.train.settings import TRAFFIC_FILE, Run

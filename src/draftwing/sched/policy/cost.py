@@ -148,7 +148,7 @@ class StepCost:
             return
         expected = self.seconds(shape, batch, context)
         if self.threads < 1 and expected is not None and not self.guessed(shape, batch):
-            self._correct(shape, batch.bit_length(), math.log(seconds / expected))
+            self._correct(shape, batch, math.log(seconds / expected))
             return
         if expected is not None and self.threads == 1 and self._too_fast(shape, batch, seconds, expected):
             self._doubts += 1
@@ -159,7 +159,7 @@ class StepCost:
         self._doubts = self._doubts_of[shape] = 0
         if not self._sampled(shape, batch, context, seconds):
             assert expected is not None, "what was measured has a cost"
-            self._correct(shape, batch.bit_length(), math.log(seconds / expected))
+            self._correct(shape, batch, math.log(seconds / expected))
 
     def record_backlog(self, batch: int, passes: int, positions: int, seconds: float) -> None:
         """Learns from what a drafter took for its backlog. positions: 0 where they are too few to show what one
@@ -231,9 +231,9 @@ class StepCost:
             del self._longer[step]
         return True
 
-    def _correct(self, shape: TreeShape, bucket: int, error: float) -> None:
+    def _correct(self, shape: TreeShape, batch: int, error: float) -> None:
         """error: logarithm of a step's seconds divided by those expected. What stalls one step says little."""
-        factors = self._factors.setdefault(self.threads, _Factors())
+        factors, bucket = self._factors.setdefault(self.threads, _Factors()), batch.bit_length()
         speed, own = self._speed(bucket), self._own(shape, bucket)
         now = factors.steps[bucket] = factors.steps.get(bucket, 0) + 1
         _, ran = factors.own.get((shape, bucket), (0.0, now - RECENT))
