@@ -25,6 +25,7 @@ import torch
 
 from draftwing.engine.executor import Executor
 from draftwing.engine.loop import Loop
+from draftwing.engine.startup.measure_costs import replay
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.req import Req
@@ -45,8 +46,8 @@ def steps(executor: Executor, sizes: list[int]) -> None:
     keys = sorted({key for stage, key in executor.graphs._graphs if stage == "verify"}, key=lambda key: key.size)
     for key in keys:
         if key.size in sizes:
-            executor.run_on_all_ranks(Executor.replay, key)
-            seconds = executor.device.timed(partial(executor.run_on_all_ranks, Executor.replay, key), REPLAYS)
+            executor.run_on_all_ranks(replay, key)
+            seconds = executor.device.timed(partial(executor.run_on_all_ranks, replay, key), REPLAYS)
             print(f"{statistics.median(seconds) * 1e6:9.1f} us  step {tuple(key.shape)} x {key.size}", flush=True)
 
 

@@ -97,7 +97,7 @@ def measure(shape: str, args: argparse.Namespace, place: Path) -> dict[str, Any]
     ask(engine, prompt)  # compiles
     assert engine.parts.sched.flush_cache()
     expected = ask(engine, prompt)
-    print(f"{machine()}; {shape}, start {started:.1f} s, {engine.parts.executor.captured} graphs")
+    print(f"{machine()}; {shape}, start {started:.1f} s, {len(engine.parts.executor.captures)} graphs")
     rounds = [once(engine, prompt, expected) for _ in range(args.times)]
     for one in rounds:
         print(

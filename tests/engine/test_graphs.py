@@ -119,7 +119,9 @@ def test_padding_leaves_no_trace(harness, case, drafter):
 def test_capturing_leaves_running_requests_alone(harness, case):
     model, prompts, params, expected, book = case
     rig = harness.Rig(model, drafter="oracle", shapes=(TREE,), book=book, graph_size=8)
-    got = rig.answer(prompts, params, between=lambda turn: rig.executor.capture((TREE, PLAIN)) if turn == 6 else None)
+    got = rig.answer(
+        prompts, params, between=lambda turn: rig.executor.captures.capture((TREE, PLAIN)) if turn == 6 else None
+    )
     assert got.tokens == expected.tokens
 
 
@@ -131,14 +133,14 @@ def test_what_is_left_is_captured_while_requests_run(harness, case, monkeypatch)
     rig = harness.Rig(model, drafter="oracle", policy=harness.Cycle(TREE), book=book, graph_size=6, lag=1)
     graphs, menu, sizes = rig.executor.graphs, (TREE, PLAIN), []
     graphs.clear()
-    assert rig.executor.capture(menu, some=True) == [Key(TREE, 6), Key(PLAIN, 6)]
+    assert rig.executor.captures.capture(menu, some=True) == [Key(TREE, 6), Key(PLAIN, 6)]
     assert {*graphs.later} == {Key(shape, size) for shape in menu for size in (1, 2, 4)}
     calls = count_calls(rig.executor)
 
     def between(turn):
         if graphs.wanted >= 1:
             before = {*graphs.later}
-            rig.executor.capture_next()
+            rig.executor.captures.capture_next()
             sizes.extend(before - {*graphs.later})
             assert len(before) - len(graphs.later) == 1
 
@@ -146,7 +148,7 @@ def test_what_is_left_is_captured_while_requests_run(harness, case, monkeypatch)
     assert calls[0] > 60 and calls[1] == 0
     assert len(sizes) >= 2 and all(graphs.key(*key) == key for key in sizes)
     for _ in range(9):  # more than there are
-        rig.executor.capture_next()
+        rig.executor.captures.capture_next()
     assert not graphs.later and all(graphs.key(shape, size) == (shape, size) for shape in menu for size in (1, 2, 4, 6))
 
 
@@ -156,7 +158,7 @@ def test_what_finds_no_memory_is_left_out(harness, case, caplog, monkeypatch, st
     rig = harness.Rig(case[0], graph_size=16)
     graphs, device = rig.executor.graphs, rig.executor.device
     graphs.clear()
-    rig.executor.capture((PLAIN,), some=True)
+    rig.executor.captures.capture((PLAIN,), some=True)
     assert {*graphs.later} == {Key(PLAIN, 12)}
 
     before, recorded, record = len(graphs), [], device.record
@@ -168,7 +170,7 @@ def test_what_finds_no_memory_is_left_out(harness, case, caplog, monkeypatch, st
         return recorded[-1]
 
     monkeypatch.setattr(device, "record", full)
-    rig.executor.capture_next()
+    rig.executor.captures.capture_next()
     assert len(recorded) == stages and len(graphs) == before
     assert not graphs.later and "for want of memory" in caplog.text
     assert graphs.key(PLAIN, 9) == Key(PLAIN, 16)

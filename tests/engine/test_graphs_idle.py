@@ -94,7 +94,7 @@ def test_graphs_are_captured_when_there_is_time(tmp_path: Path, monkeypatch: pyt
         assert engine.step(block=True) == [] and not graphs.later
         while not engine.idle():
             engine.step()
-        assert texts(engine, 11) == expected and engine.parts.executor.replays
+        assert texts(engine, 11) == expected and engine.parts.executor.captures.replays
     finally:
         engine.close()
 

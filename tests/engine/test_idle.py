@@ -11,8 +11,8 @@ import pytest
 from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM
+from draftwing.engine.captures import Captures
 from draftwing.engine.engine import Engine
-from draftwing.engine.executor import Executor
 from draftwing.engine.graphs import CAPTURE_SHARE
 from draftwing.engine.loop import Loop
 from draftwing.requests.request import GenerationRequest
@@ -75,12 +75,12 @@ def test_captures_that_steps_want_leave_time_for_steps(engine: Engine, monkeypat
     """A capture of 20 ms is not followed by another one in the next 0.6 s, though there is one that is wanted."""
     captured: list[float] = []
 
-    def capture(executor: Executor) -> None:
+    def capture(captures: Captures) -> None:
         time.sleep(0.02)
         captured.append(time.monotonic())
 
-    monkeypatch.setattr(Executor, "wants_capture", True)
-    monkeypatch.setattr(Executor, "capture_next", capture)
+    monkeypatch.setattr(Captures, "wanted", True)
+    monkeypatch.setattr(Captures, "capture_next", capture)
     params = SamplingParams(max_new_tokens=600, temperature=0.0, ignore_eos=True)
     engine.submit(GenerationRequest("a", [1, 2, 3], params))
     until = time.monotonic() + SECONDS

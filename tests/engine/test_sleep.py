@@ -132,11 +132,11 @@ def test_no_text_changes(model: Path, hybrid: Path, head: Path, device: Any, dra
         first, again = ask(engine, prompt, temperature), ask(engine, prompt, temperature)
         assert first.cached == 0 and again.cached >= 256 and len(set(first.tokens)) > 8
         expected = ask(engine, other, temperature)
-        before, captured = held(engine), engine.parts.executor.captured
+        before, captured = held(engine), len(engine.parts.executor.captures)
         assert device == "cpu" or captured > 0
         for _ in range(2):
             nap(engine)
-            assert engine.parts.executor.captured == 0
+            assert len(engine.parts.executor.captures) == 0
             if device != "cpu":
                 assert held(engine) < before / 100
             woken = ask(engine, prompt, temperature)
@@ -146,7 +146,7 @@ def test_no_text_changes(model: Path, hybrid: Path, head: Path, device: Any, dra
             assert drafts == "NGRAM" or hit.steps == again.steps
             assert ask(engine, other, temperature).tokens == expected.tokens
             if device != "cpu":
-                assert held(engine) == before and engine.parts.executor.captured == captured
+                assert held(engine) == before and len(engine.parts.executor.captures) == captured
         engine.flush_cache()
         assert ask(engine, prompt, temperature).tokens == first.tokens
 
@@ -169,14 +169,14 @@ def test_pages_of_the_pool_go_back_to_the_system(model: Path) -> None:
 def test_recorded_steps_are_recorded_again(model: Path) -> None:
     with engine_of(model, "cpu", dtype="bfloat16") as engine:
         executor, prompt = engine.parts.executor, tokens(100)
-        first, before = ask(engine, prompt, 0.0), executor.replays
+        first, before = ask(engine, prompt, 0.0), executor.captures.replays
         if not before:
             pytest.skip("no steps are recorded without the C extension")
-        assert executor.recorded_bytes > 0
+        assert executor.captures.recorded_bytes > 0
         nap(engine)
-        assert executor.recorded_bytes == 0 == len(executor.graphs)
+        assert executor.captures.recorded_bytes == 0 == len(executor.graphs)
         assert ask(engine, prompt, 0.0).tokens == first.tokens
-        assert executor.replays > before + TOKENS / 2 and executor.recorded_bytes > 0
+        assert executor.captures.replays > before + TOKENS / 2 and executor.captures.recorded_bytes > 0
 
 
 def request(uid: str, prompt: list[int], count: int = TOKENS, **fields: Any) -> GenerationRequest:
@@ -307,7 +307,7 @@ def test_no_room_for_graphs(model: Path, device: Any, monkeypatch: pytest.Monkey
         pytest.skip("a CPU captures no graphs")
     with engine_of(model, device) as engine:
         first, capture = ask(engine, tokens(100)), Executor._capture
-        assert engine.parts.executor.captured > 0
+        assert len(engine.parts.executor.captures) > 0
         nap(engine)
         count = held(engine)
 
@@ -322,8 +322,8 @@ def test_no_room_for_graphs(model: Path, device: Any, monkeypatch: pytest.Monkey
             engine.submit(request("a", tokens(100)))
             (refused,) = engine.step()
             assert refused.finish_reason is not None and "no room for graphs" in refused.finish_reason["message"]
-        assert engine.is_sleeping and held(engine) == count and not engine.parts.executor.captured
-        assert ask(engine, tokens(100)).tokens == first.tokens and engine.parts.executor.captured > 0
+        assert engine.is_sleeping and held(engine) == count and not len(engine.parts.executor.captures)
+        assert ask(engine, tokens(100)).tokens == first.tokens and len(engine.parts.executor.captures) > 0
 
 
 def test_what_was_had_again_is_given_back_where_the_rest_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:

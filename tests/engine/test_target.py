@@ -166,7 +166,7 @@ def test_what_no_graph_is_for(harness, model, monkeypatch):
     monkeypatch.setattr(prefill_graphs, "MAX_CHUNKS", 4)
     rig = rig_of(harness, model, monkeypatch, (16, 1 << 20))
     prefills = rig.executor.prefills
-    assert prefills.sizes == [16] and rig.executor.captured == len(rig.executor.graphs) + 1
+    assert prefills.sizes == [16] and len(rig.executor.captures) == len(rig.executor.graphs) + 1
     assert prefills.run([Chunk(0, 0, 17, True)]) is None
     assert prefills.run([Chunk(row, 0, 1, True) for row in range(4)]) is None
     assert prefills.run([Chunk(row, 0, 1, True) for row in range(3)]) is not None
@@ -350,8 +350,8 @@ def test_graphs_beside_steps_may_be_captured_later(harness, model, monkeypatch):
     whole = len(prefills)
     executor.graphs.clear()
     prefills.clear()
-    executor.capture((PLAIN,), some=True)
-    assert len(prefills) == 1 and executor.later == whole - 1 == 2
+    executor.captures.capture((PLAIN,), some=True)
+    assert len(prefills) == 1 and executor.captures.later == whole - 1 == 2
 
     def answers():
         turns = iter(range(1, 3))
@@ -364,8 +364,8 @@ def test_graphs_beside_steps_may_be_captured_later(harness, model, monkeypatch):
 
     assert answers() == expected and rig.stats.mixed > 1
     assert prefills.mixed_replays == 0 and sum(prefills.later.values()) == rig.stats.mixed
-    while executor.later:
-        executor.capture_next()
+    while executor.captures.later:
+        executor.captures.capture_next()
     assert len(prefills) == whole
     assert answers() == expected and prefills.mixed_replays > 1
 
@@ -380,7 +380,7 @@ def test_graphs_are_wanted_when_forwards_take_turns(harness, model, monkeypatch)
     prefills, key = executor.prefills, Key(PLAIN, 1)
     executor.graphs.clear()
     prefills.clear()
-    executor.capture((PLAIN,), some=True)
+    executor.captures.capture((PLAIN,), some=True)
 
     def took_turns(length, times):
         for _ in range(times):
@@ -388,15 +388,15 @@ def test_graphs_are_wanted_when_forwards_take_turns(harness, model, monkeypatch)
 
     took_turns(30, 1)
     took_turns(3, WANTED - 2)
-    assert not executor.wants_capture
+    assert not executor.captures.wanted
     took_turns(14, 2)  # the graph of 3 tokens is that of 14, too
-    assert executor.wants_capture
+    assert executor.captures.wanted
     steps = executor.graphs.later
     steps[Key(PLAIN, 2)] = 2 * WANTED
-    executor.capture_next()
-    assert not steps and executor.wants_capture
-    executor.capture_next()
-    assert {size for size, _ in prefills.later} == {30} and not executor.wants_capture
+    executor.captures.capture_next()
+    assert not steps and executor.captures.wanted
+    executor.captures.capture_next()
+    assert {size for size, _ in prefills.later} == {30} and not executor.captures.wanted
     steps[Key(PLAIN, 2)] = 2
-    executor.capture_next()
+    executor.captures.capture_next()
     assert not steps and prefills.later, "a step and two of another kind"

@@ -82,14 +82,14 @@ class Parts:
     @property
     def later(self) -> int:
         """Returns how many times `run_later` finds something to do."""
-        return len(self.lengths) + self.executor.later
+        return len(self.lengths) + self.executor.captures.later
 
     def run_later(self) -> None:
         """Does something that the start has left for when nothing runs."""
         if self.lengths:
             self.executor.run_on_all_ranks(try_length, self.lengths.pop(0))
         else:
-            self.executor.capture_next()
+            self.executor.captures.capture_next()
 
     def measure_costs(self, batches: Sequence[int], seconds: float) -> None:
         """Measures costs for so long, which is more than a start does, for these batch sizes. Nothing may run."""

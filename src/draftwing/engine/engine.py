@@ -275,7 +275,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counts of the scheduler, the executor and the reporter; during a step they may be of different moments."""
-        sched = self.parts.sched
+        sched, captures = self.parts.sched, self.parts.executor.captures
         waiting = sum(len(req.tokens) for req in list(sched.waiting))
         running = [req for req in list(sched.running) if not req.private]
         begun = sum(len(req.tokens) - req.sent for req in running if req.state is ReqState.PREFILL)
@@ -293,8 +293,9 @@ class Engine:
             "committed_tokens": self.reporter.total_tokens,
             "chain_seconds": self.parts.chain_seconds(),
             "read_rate": self.info.read_rate,
-            "graph_replays": self.parts.executor.replays,
-            "memory": self._memory_stats(),
+            "graph_replays": captures.replays,
+            # Of this process, and in it of what takes most; on a GPU these are beside it.
+            "memory": {**process_memory(), "pool": self.info.pool_bytes, "recordings": captures.recorded_bytes},
             "explain": self.explainer and self.explainer.now,
             **self._state_stats(),
             **self._checks.stats(),
@@ -302,10 +303,6 @@ class Engine:
             **({} if self._saved is None else self._saved.stats()),
             **self.reporter.stats(),
         }
-
-    def _memory_stats(self) -> dict[str, int]:
-        """Of this process, and in it of what takes most; on a GPU these are beside it."""
-        return {**process_memory(), "pool": self.info.pool_bytes, "recordings": self.parts.executor.recorded_bytes}
 
     def _state_stats(self) -> dict[str, Any]:
         """Of a model with recurrent layers."""
@@ -395,9 +392,9 @@ class Engine:
 
     def _capture_wanted(self) -> None:
         """Captures a graph while requests run, if it is wanted and others have taken little time lately."""
-        began = time.monotonic()
-        if began >= self._next_capture and self.parts.executor.wants_capture:
-            self._unless_loading(self.parts.executor.capture_next)
+        began, captures = time.monotonic(), self.parts.executor.captures
+        if began >= self._next_capture and captures.wanted:
+            self._unless_loading(captures.capture_next)
             now = time.monotonic()
             self._next_capture = now + (now - began) / CAPTURE_SHARE
 

@@ -238,7 +238,7 @@ def serve(*args):
         behind, longest = rng.randint(1, MAX_BACKLOG), rng.randint(MAX_BACKLOG, 100)
         with torch.inference_mode():
             executor._backlog.catch_up(DraftExtend(who, behind, longest), np.arange(rng.randint(0, count)), True)
-    replays = executor.replays
+    replays = executor.captures.replays
     for count in range(1, rows - 1):
         params = rng.choice((GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)))
         prompts = _prompt(rng.randint(1, 110), rng.randint(1, 2), params)
@@ -246,8 +246,8 @@ def serve(*args):
         plan = _mixed(_step(executor.table.rows, shape, 100, count), prompts)
         executor.commit(executor.launch(plan))
     menu, length = parts.sched.choice.policy.menu, executor.table.length
-    print(json.dumps([executor.captured, sum(graph_counts(executor, menu, rows, 256, length, True))]))
-    print(executor.replays - replays)
+    print(json.dumps([len(executor.captures), sum(graph_counts(executor, menu, rows, 256, length, True))]))
+    print(executor.captures.replays - replays)
     return parts
 precompile._run_without_data = serve
 precompile.collect(pickle.load(sys.stdin.buffer))

@@ -199,11 +199,15 @@ def _mixed(tree: Plan, prompts: Plan) -> Plan:
 
 
 def capture_some(executor: Executor, menu: Sequence[TreeShape], compiled: bool = False) -> list[Key]:
-    """Captures the graphs of some batch sizes and leaves the others to `Executor.capture_next`; all of them of several
+    """Captures the graphs of some batch sizes and leaves the others to `Captures.capture_next`; all of them of several
     ranks, and of compiled forwards, which may be compiled anew for another size: requests would wait for that. Returns
     of which."""
     some = executor.model.ranks.size == 1 and not compiled
-    return executor.run_on_all_ranks(Executor.capture, executor.common_shapes(menu), some)
+    return executor.run_on_all_ranks(_capture, executor.common_shapes(menu), some)
+
+
+def _capture(executor: Executor, menu: Sequence[TreeShape], some: bool) -> list[Key]:
+    return executor.captures.capture(menu, some)
 
 
 def capture(
@@ -221,8 +225,8 @@ def capture(
         if executor.model.ranks.size == 1 and not compiled:
             executor.prefills.drop_slow()
         took, bytes_taken = time.monotonic() - start, free - executor.device.free_memory()
-        log.info("captured %d CUDA graphs in %.1f s, %.2f GB", executor.captured, took, bytes_taken / 1e9)
-        log.debug("%d captures are left for when there is time", executor.later)
+        log.info("captured %d CUDA graphs in %.1f s, %.2f GB", len(executor.captures), took, bytes_taken / 1e9)
+        log.debug("%d captures are left for when there is time", executor.captures.later)
         if costs is not None:
             start = time.monotonic()
             measure_graphs(executor, costs, captured, start + GRAPH_SECONDS, known)

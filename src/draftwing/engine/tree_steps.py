@@ -1,0 +1,156 @@
+"""Tree steps on the device. One has three stages, each a function of the rows and of the stage before: `draft`
+(propose, the target's batch), `verify` (the target's forward), `commit`. On CUDA they are captured as graphs, on a CPU
+recorded, see `engine/graphs.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import Plan
+from draftwing.engine.devices.base import Device
+from draftwing.engine.graphs import Beside, GraphCache, Key, RecordedStages
+from draftwing.engine.image_features import ImageFeatures
+from draftwing.engine.request_features import RequestFeatures
+from draftwing.engine.row_table import RowTable
+from draftwing.engine.step_state import Batches, DraftBatch, TreeStep, Verified
+from draftwing.engine.target import TargetForward
+from draftwing.ops.assign.spec import forget, roots_alone
+from draftwing.ops.types import Calibration, Draft, DraftEdits, SamplingGroups
+from draftwing.sched.guidance import Guides
+from draftwing.spec.drafter import Drafter, DraftStep
+
+FORGET_EVERY = 64  # steps with drafts: see `forget`
+
+
+class TreeSteps:
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        target: TargetForward,
+        table: RowTable,
+        device: Device,
+        graphs: GraphCache,
+        batches: Batches,
+        features: RequestFeatures,
+        images: ImageFeatures | None,
+        calibration: Calibration,
+        commit: Callable[..., Tensor],
+    ) -> None:
+        """commit: the last stage of steps whose rows ask for nothing special, which gives the packed result."""
+        self._drafter, self._target, self._table, self._ops = drafter, target, table, device.ops
+        self._graphs, self._prefills = graphs, target.prefills
+        self._batches, self._features, self._images = batches, features, images
+        self._calibration, self._commit = calibration, commit
+        self._drafted_steps = 0
+        self._nobody = SamplingGroups(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
+        self._graph_steps: dict[tuple[Key, bool, bool, bool], TreeStep] = {}
+
+    def step(self, plan: Plan, guidance: Guides | None) -> TreeStep:
+        """Uploads a plan."""
+        edited = plan.penalised and self._ops.edits_by_row
+        special = plan.special and not edited
+        known = not special and (self._ops.draws_by_row or not len(plan.noisy) + len(plan.banning))
+        whole = special or edited  # rows that ask for more get whole trees
+        key = None
+        if known and not (whole and plan.shape.verified):
+            if not plan.mixed:
+                key = self._graphs.key(plan.shape, len(plan.rows))
+                self._graphs.count(plan.shape, len(plan.rows))
+            else:
+                key = self._prefills.mixed_key(plan.shape, len(plan.rows))
+        if plan.shape.depth:
+            self._drafted_steps += 1
+            if self._drafted_steps % FORGET_EVERY == 0:
+                forget(self._calibration)
+        filtered = len(plan.filtered) > 0
+        shifted = self._shifts(plan)
+        if shifted and self._ops.can_record:  # such steps are not recorded
+            key = None
+        if key is None:
+            rows, groups = self._table.upload_step(plan)
+            total = len(plan.rows) * plan.shape.verified if known and not whole else 0
+            return TreeStep(
+                None, rows, plan.shape, plan.max_kv_len, groups, filtered, plan if special else None, guidance, total,
+                edited, shifted, plan.adapted,
+            )  # fmt: skip
+        self._table.upload_state(plan)
+        self._graphs.set_rows(plan.rows, key.size)
+        return self.graph_step(key, filtered, edited, plan.adapted)
+
+    def graph_step(self, key: Key, filtered: bool, edited: bool = False, adapted: bool = False) -> TreeStep:
+        known = self._graph_steps.get((key, filtered, edited, adapted))
+        if known is None:
+            rows, total = self._graphs.rows[: key.size], key.size * key.shape.verified
+            known = TreeStep(
+                key, rows, key.shape, self._table.length, self._nobody, filtered, total=total, edited=edited,
+                shifted=self._shifts(None), adapted=adapted,
+            )  # fmt: skip
+            self._graph_steps[key, filtered, edited, adapted] = known
+        return known
+
+    def forward(self, step: TreeStep, run: Callable[..., Any]) -> tuple[DraftBatch, Verified]:
+        """run: `GraphCache.run` or `capture`"""
+        key = (step.key, step.edited) if step.key is not None and step.edited else step.key
+        drafted = run("draft", key, self.draft, step)
+        if step.adapted:
+            return drafted, run("verify", None if key is None else Beside(key), self.verify_adapted, drafted)
+        return drafted, run("verify", key, self._verify, drafted)
+
+    def finish(
+        self, step: TreeStep, drafted: DraftBatch | None, verified: Verified | None, run: Callable[..., Any]
+    ) -> Tensor:
+        """Returns the packed result, as in `Committed`."""
+        key: Hashable = None if step.key is None else (step.key, step.filtered, step.edited)
+        if step.adapted and key is not None and isinstance(self._graphs, RecordedStages):
+            key = Beside(key)  # what it reads lies elsewhere
+        return run("commit", key, self._commit, step, drafted, verified, keep=True)
+
+    def _shifts(self, plan: Plan | None) -> bool:
+        """Returns whether rows of a plan have other positions for the rotary embedding than in their text. None: of
+        steps with graphs, which know no rows: whether any row may."""
+        if self._images is None or self._images.shift is None:
+            return False
+        return plan is None or not self._ops.can_record or self._images.any_shifted(plan.rows)
+
+    def draft(self, step: TreeStep) -> DraftBatch:
+        drafted = self._drafted(step)
+        if not step.shifted:
+            return drafted
+        assert self._images is not None
+        return drafted._replace(batch=self._images.turned(drafted.batch))
+
+    def _drafted(self, step: TreeStep) -> DraftBatch:
+        rows, shape, special, guidance = step.rows, step.shape, step.special, step.guidance
+        if shape == PLAIN:  # there is nothing to propose
+            return self._batches.last_tokens(rows, step.bound)
+        if special is not None and guidance is not None:
+            self._features.constrain(special, rows, guidance)
+        edits = self._features.draft_edits(special) if step.edited or special is not None else None
+        draft = self._propose(rows, shape, step.bound, step.groups.noisy, edits)
+        if special is not None:
+            draft = self._features.adjust(special, rows, draft, guidance)
+        return self._batches.trees(rows, draft, shape, step.bound, self._calibration, step.total)
+
+    def _verify(self, drafted: DraftBatch) -> Verified:
+        return Verified(*self._target.run(drafted.batch))
+
+    def verify_adapted(self, drafted: DraftBatch) -> Verified:
+        return Verified(*self._target.verify_adapted(drafted.batch))
+
+    def _propose(
+        self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor, edits: DraftEdits | None = None
+    ) -> Draft:
+        if self._drafter is None:  # there is nothing in the tree yet, see `RequestFeatures.adjust`
+            return roots_alone(self._table, rows, shape.nodes)
+        return self._drafter.propose(DraftStep(self._table, rows, shape, max_kv_len, noisy, edits))
+
+    @torch.inference_mode()
+    def replay(self, key: Key) -> None:
+        """Runs the graphs of a step that was captured, on the rows that are set, and leaves its result."""
+        step = self.graph_step(key, False)
+        self.finish(step, *self.forward(step, self._graphs.run), self._graphs.run)
