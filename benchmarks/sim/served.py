@@ -17,7 +17,7 @@ from worlds import H100, H200
 from draftwing.config.trees import MAX_CONFIDENCE, PLAIN, TreeShape
 from draftwing.core import MARK_ONE, MARK_SURVIVAL, NO_DEFERRAL, Chunk, DraftDeferral, Plan, StepResult
 from draftwing.engine.graphs import Key
-from draftwing.engine.target import AT_ONCE, MIXED_NODES, MIXED_QUERIES, MIXED_ROWS, takes
+from draftwing.engine.prefill_graphs import AT_ONCE, MIXED_NODES, MIXED_QUERIES, MIXED_ROWS, takes
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.policy.shape_policy import FixedShape, TreePolicy

@@ -13,8 +13,8 @@ import numpy as np
 
 from draftwing.config.trees import MAX_CONFIDENCE, TreeShape
 from draftwing.core import MARK_ONE, MARK_SURVIVAL, MARK_VERIFIED, Chunk, StepResult
+from draftwing.engine.prefill_graphs import MIXED_QUERIES, SIZES, slow_sizes
 from draftwing.engine.startup.measure_costs import CONTEXTS
-from draftwing.engine.target import MIXED_QUERIES, SIZES, slow_sizes
 from draftwing.sched.policy.cost import StepCost
 from draftwing.sched.policy.shape_policy import StepContext, TreePolicy
 

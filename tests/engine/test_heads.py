@@ -15,7 +15,7 @@ from reference.exact_heads import MAKERS, disturbed, exact_masks
 from toy_grammar import ToyGrammar
 
 from draftwing.config.trees import LOOKUP_ALONE, MODEL_ALONE, TreeShape
-from draftwing.engine import target as prefill_graphs
+from draftwing.engine import prefill_graphs
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.spec.build import make_model_drafter

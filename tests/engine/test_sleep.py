@@ -26,9 +26,9 @@ from tiny_encoder import BERT, write_encoder
 
 from draftwing import LLM, SamplingParams
 from draftwing.engine import sleep
+from draftwing.engine.captures import Captures
 from draftwing.engine.devices.put_away import put_storages_away, storages_of
 from draftwing.engine.engine import Engine
-from draftwing.engine.executor import Executor
 from draftwing.engine.sleep import tensors_of
 from draftwing.errors import ConfigError, GenerationError, RequestError
 from draftwing.images.processing import Tile
@@ -306,17 +306,17 @@ def test_no_room_for_graphs(model: Path, device: Any, monkeypatch: pytest.Monkey
     if device != MovingCpu:
         pytest.skip("a CPU captures no graphs")
     with engine_of(model, device) as engine:
-        first, capture = ask(engine, tokens(100)), Executor._capture
+        first, capture = ask(engine, tokens(100)), Captures._capture
         assert len(engine.parts.executor.captures) > 0
         nap(engine)
         count = held(engine)
 
-        def full(executor: Executor, key: Any) -> None:
-            capture(executor, key)
+        def full(captures: Captures, key: Any) -> None:
+            capture(captures, key)
             raise MovingCpu.out_of_memory("no room for graphs")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Executor, "_capture", full)
+            patch.setattr(Captures, "_capture", full)
             with pytest.raises(GenerationError, match="others have taken its memory: no room for graphs"):
                 until(engine, engine.wake_up)
             engine.submit(request("a", tokens(100)))

@@ -13,7 +13,7 @@ from layer_kinds import HYBRIDS, KINDS, RECURRENT, config_of
 
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.core import Chunk
-from draftwing.engine import target as prefill_graphs
+from draftwing.engine import prefill_graphs
 from draftwing.engine.graphs import WANTED, Key
 from draftwing.ops.attention.batch import Batch, spans_of
 from draftwing.requests.request import LogprobParams

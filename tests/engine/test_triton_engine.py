@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.core import NO_DEFERRAL, DraftDeferral
-from draftwing.engine import target as prefill_graphs
+from draftwing.engine import prefill_graphs
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.heads.base import DraftLM

@@ -18,6 +18,7 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Device
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs import Key
+from draftwing.engine.prefill_graphs import AT_ONCE
 from draftwing.engine.process.ranks import RankProcesses, Setup
 from draftwing.engine.rank_broadcast import SINGLE_RANK, RankBroadcast
 from draftwing.engine.startup.adapters import with_rank
@@ -42,7 +43,6 @@ from draftwing.engine.startup.models import (
     token_map,
 )
 from draftwing.engine.startup.warm_up import capture, keeps_bits, lengths_to_try, try_length, try_prompts, warm_up
-from draftwing.engine.target import AT_ONCE
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import check_int8
 from draftwing.models.config import ModelConfig

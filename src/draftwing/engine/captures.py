@@ -12,8 +12,8 @@ from draftwing.core import NOBODY
 from draftwing.engine.devices.base import Device
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.graphs import GraphCache, Key, RecordedStages, first_sizes, graph_keys
+from draftwing.engine.prefill_graphs import PrefillGraphs
 from draftwing.engine.row_table import RowTable
-from draftwing.engine.target import PrefillGraphs
 from draftwing.engine.tree_steps import TreeSteps
 from draftwing.log import progress_bar
 from draftwing.parallel.ranks import Ranks

@@ -1,380 +1,25 @@
-"""The target's forward of a step: over trees, over prompts, or over both at once, from graphs where there are any.
-
-Graphs of tree steps are in `engine.graphs`; those of prompts (`PrefillGraphs`) are here. A short prompt keeps a GPU
-busy for less time than its launches take; and while the host launches, the result of the step before waits to be looked
-at, and with it whoever reads the answer.
-
-A graph is of a number of queries, not of certain prompts: whose they are, where they stand and how attention is cut
-into tiles is read from one fixed buffer, which one copy fills. What a plan has less than that is a chunk of the slot
-table's dummy row, from its beginning: it reads and writes the pool's dummy slot. Recurrent layers leave it out.
-
-Where prompts are mixed with rows that decode, there are graphs of both: of a number of queries in all, and of a shape
-and a number of rows for which there are graphs of tree steps. Matrices are multiplied with tiles of rows, and one row
-more than fills them takes a whole tile. They stand in place of the stage `verify`: they read what `draft` has left, and
-leave what `commit` reads. So their memory is another than that of the stages."""
+"""The target's forward of a step: over trees, over prompts, or over both at once, from graphs where there are any: of
+tree steps (`engine.graphs`), of prompts and of both (`engine.prefill_graphs`)."""
 
 from __future__ import annotations
 
-import logging
-import math
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from draftwing.config.trees import TreeShape
-from draftwing.core import Chunk, IntArray
+from draftwing.core import Chunk
 from draftwing.engine.devices.base import Device
-from draftwing.engine.graphs import WANTED, Beside, GraphCache, Key
+from draftwing.engine.graphs import Beside, GraphCache, Key
+from draftwing.engine.prefill_graphs import PrefillGraphs, States, cut
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import Pending, Verified
 from draftwing.models.decoder import DecoderModel, Narrowed
 from draftwing.ops.attention.attend import Attend, AttnBackend, MixedAttend, TiledAttention
-from draftwing.ops.attention.batch import Batch, HeadShape, spans_of
-from draftwing.ops.upload import evens
-
-# Queries. On an H200 768 of an 8B model take as long as their launches do. More than 1,024 are rarely prefilled at once
-# while requests decode; where they are, the result of the step before waits for up to 18 ms of launches.
-SIZES = tuple(evens(1024))
-_SAVES = 2  # states that are written of a chunk on average, the one at its end among them
-MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
-
-# That decode beside prompts: a row more costs what a token of a prompt does. Swept, as MIXED_QUERIES, in
-# docs/dev/mixed_steps.md. Powers of two, see `first_sizes`.
-MIXED_ROWS = (8, 16, 32, 64, 128)
-MIXED_NODES = 128  # most of their trees, which are verified: a node costs what a token of a prompt does, too
-MIXED_QUERIES = 256  # least of such a forward: fewer are rounded up
-# Tokens of prompts whose attention fills a device: fewer take as long. An H100 has a block for each tile of an 8B model
-# with 512. Where few have the price of their own keys, those look dear after short parts, and parts are cut shorter
-# still. Swept in docs/dev/mixed_steps.md. Where tiles are cut into pieces (`prefill_tiles`) some 64 fill a device; in
-# mixed steps that makes no difference.
-AT_ONCE = 256
-TIMES = 2  # that a graph runs when it is timed, of which the faster one counts
-# Times the seconds of a token of a smaller size, from which a size makes fewer: less may be noise. It and PADDED are
-# swept in docs/dev/mixed_steps.md.
-FEWER = 1.02
-PADDED = 1.1  # times the seconds of a size without a graph, that a prompt may take which is padded past it
-
-log = logging.getLogger("draftwing")
-States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
-Forward = Callable[[Batch, Batch | None], States]
-
-
-class Inputs(NamedTuple):
-    """Parts of the buffer that the graphs of one size read; each begins at an even place, as `RowTable._send` says."""
-
-    token_rows: Tensor  # [M] row of each query
-    positions: Tensor  # [M]
-    rows: Tensor  # [C] row of each chunk
-    tiles: dict[HeadShape, Tensor]  # [T, 6] int32, as `Batch.tiles`
-    walks: tuple[Tensor, Tensor] | None  # as `Batch.walks`, of `_SAVES` segments a chunk
-
-
-class Sizes(NamedTuple):
-    """Of which sizes there are graphs. prompts: queries of prompts alone, ascending; mixed: of prompts and rows that
-    decode, both together; rows: that decode beside prompts."""
-
-    prompts: list[int]
-    mixed: list[int]
-    rows: list[int]
-
-    @classmethod
-    def of(cls, max_queries: int, length: int, rows: int) -> Sizes:
-        """max_queries: of a plan; length: of a row; rows: most that decode beside prompts, 0 where nothing is mixed."""
-        prompts = [size for size in prefill_sizes(max_queries) if size <= length]
-        mixed = [size for size in prompts if size >= MIXED_QUERIES]
-        return cls(prompts, mixed, [size for size in MIXED_ROWS if size <= rows and mixed])
-
-    def beside(self, key: Key) -> list[int]:
-        """Returns queries of prompts that there are graphs of beside a step of this key, ascending."""
-        if key.size not in self.rows or not takes(key):
-            return []
-        nodes = key.size * key.shape.queries
-        left = [size - nodes for size in self.mixed]
-        return [size - size % 2 for size in left if size > 1]  # even: `Inputs` begin at even places
-
-    def planned(self, keys: Sequence[Key]) -> int:
-        """Returns how many graphs of prompts there are where these are the keys of steps."""
-        return len(self.prompts) + sum(len(self.beside(key)) for key in keys)
-
-
-class PrefillGraphs:
-    def __init__(
-        self,
-        device: Device,
-        table: RowTable,
-        attn: TiledAttention,
-        shapes: Sequence[HeadShape],
-        max_queries: int,
-        forward: Forward,
-        rows: int,
-    ) -> None:
-        """shapes: of the target's attention; max_queries: of a plan, 0 where there are no graphs of prompts; forward:
-        the target's, of prompts and of the trees in front of them; rows: most that decode beside prompts, 0 where
-        nothing is mixed."""
-        self._device, self._table, self._attn, self._shapes, self._forward = device, table, attn, shapes, forward
-        self._pool = "prompts" if rows else "steps"  # of these graphs' memory
-        self._sizes = Sizes.of(max_queries, table.length, rows)
-        self.sizes, self.mixed_sizes = self._sizes.prompts, self._sizes.mixed
-        self.seconds: dict[int, float] = {}  # of prompts alone, by queries, where that was measured
-        self.replays = self.mixed_replays = 0  # of prompts alone, and beside rows that decode
-        self._has_walks = table.states is not None
-        words = max((self._words(size) for size in self.sizes), default=0)
-        self._buffer = table.kv_len.new_zeros(words)
-        self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
-        self._mixed: dict[tuple[int, Key], Callable[[], None]] = {}  # by queries of prompts, and what decodes
-        # What is still to be captured, and forwards that took turns for want of it.
-        self.later: dict[tuple[int, Key], int] = {}
-        self._mixed_states: States | None = None  # where all of these leave what they give of prompts
-
-    def __len__(self) -> int:
-        return len(self._graphs) + len(self._mixed)
-
-    def planned(self, keys: Sequence[Key]) -> int:
-        """Returns how many graphs there are beside those of steps, once all are captured, of these keys."""
-        return self._sizes.planned(keys)
-
-    def capture(self, bar: tqdm[Any]) -> None:
-        """Captures all sizes, the largest first."""
-        for size in reversed(self.sizes):
-            self._fill(size, ())
-            self._graphs[size] = self._device.record(partial(self._run, self._inputs(size)), self._pool)
-            bar.update()
-
-    @torch.inference_mode()
-    def drop_slow(self) -> None:
-        """Drops sizes that take as long as a larger one, or little less and make fewer tokens a second than a smaller
-        one, as 896 rows of an 8B model do on an H100; prompts are padded past them, or cut. Those below `MIXED_QUERIES`
-        are not looked at. Nothing may run."""
-        for size in reversed(self.sizes):
-            if size >= MIXED_QUERIES:
-                self._fill(size, [Chunk(self._table.rows, 0, size, True)])  # recurrent layers run for no padding
-                self.seconds[size] = min(self._device.timed(self._graphs[size][0], TIMES))
-        for size in slow_sizes(self.seconds):
-            log.debug("%d tokens of prompts take too long: they have no graph", size)
-            self.sizes.remove(size)
-            self.mixed_sizes.remove(size)
-            del self._graphs[size], self.seconds[size]
-        self.later = {one: lost for one, lost in self.later.items() if one[0] in self._sizes.beside(one[1])}
-
-    @property
-    def wanted(self) -> float:
-        """Returns how many forwards took turns for want of the same graph, at most, over `WANTED`; from 1 on that graph
-        is worth an interruption."""
-        return max(self.later.values(), default=0) / WANTED
-
-    def took_turns(self, chunks: Sequence[Chunk], key: Key) -> None:
-        """Notes a prefill beside a step of this key that had a forward of its own, for want of a graph."""
-        wanted = self.size(chunks, key), key
-        if wanted in self.later:
-            self.later[wanted] += 1
-
-    def leave(self, key: Key) -> None:
-        """Leaves all sizes beside a step of this key to `capture_mixed`."""
-        self.later |= dict.fromkeys(((size, key) for size in reversed(self._sizes.beside(key))), 0)
-
-    def capture_mixed(self, size: int, key: Key, trees: Batch, states: States) -> None:
-        """Captures what was left of prompts beside a step. trees, states: what its stage `draft` has left, and where
-        `verify` leaves what it gives."""
-        del self.later[size, key]
-        self._fill(size, ())
-        run = partial(self._run_mixed, self._inputs(size), trees, states)
-        self._mixed[size, key], _ = self._device.record(run, self._pool)
-
-    def clear(self) -> None:
-        """Lets go of all graphs."""
-        self._graphs.clear()
-        self._mixed.clear()
-        self.later.clear()
-        self._mixed_states = None
-
-    def run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor | None] | None:
-        """Returns what the forward gives of the chunks' queries, as long as no graph runs after it; None where there is
-        no graph of so many queries or chunks."""
-        tokens = sum(chunk.length for chunk in chunks)
-        at = bisect_left(self.sizes, tokens)
-        if at == len(self.sizes) or self.sizes[at] not in self._graphs or not self._takes(self.sizes[at], chunks):
-            return None
-        self._fill(self.sizes[at], chunks)
-        replay, (hidden, aux_hidden) = self._graphs[self.sizes[at]]
-        replay()
-        self.replays += 1
-        return hidden[:tokens], None if aux_hidden is None else aux_hidden[:tokens]
-
-    def mixed_key(self, shape: TreeShape, rows: int) -> Key | None:
-        """Returns the key of graphs of a step of so many rows that prompts may be beside; None: there are none."""
-        sizes = self._sizes.rows
-        at = bisect_left(sizes, rows)
-        key = Key(shape, sizes[at]) if at < len(sizes) else None
-        return key if key is not None and self._sizes.beside(key) else None
-
-    def size(self, chunks: Sequence[Chunk], key: Key) -> int:
-        """Returns the queries of prompts of the graph of these beside a step of this key; 0: there is none."""
-        tokens = sum(chunk.length for chunk in chunks)
-        size = next((size for size in self._sizes.beside(key) if size >= tokens), 0)
-        return size if self._takes(size, chunks) else 0
-
-    def run_mixed(self, chunks: Sequence[Chunk], key: Key) -> States | None:
-        """Runs one forward of what `draft` of the key has left, and of the chunks' queries, of which it returns what it
-        gives; as `run` otherwise."""
-        tokens, size = sum(chunk.length for chunk in chunks), self.size(chunks, key)
-        if (size, key) not in self._mixed:
-            return None
-        self._fill(size, chunks)
-        self._mixed[size, key]()
-        self.mixed_replays += 1
-        assert self._mixed_states is not None
-        return cut(self._mixed_states, 0, tokens)[1]
-
-    # -- the buffer -------------------------------------------------------------------------------------------------
-
-    def _takes(self, size: int, chunks: Sequence[Chunk]) -> bool:
-        """Returns whether the buffer of a graph of so many queries has room for the chunks."""
-        ends = sum(len(chunk.saves) + 1 for chunk in chunks)
-        return len(chunks) < MAX_CHUNKS and ends <= self._chunks(size) * _SAVES
-
-    def _chunks(self, size: int) -> int:
-        return min(size, MAX_CHUNKS)
-
-    def _tiles(self, size: int, shape: HeadShape) -> int:
-        return self._attn.max_tiles(size, self._chunks(size), shape)
-
-    def _parts(self, size: int) -> list[int]:
-        """Returns words of each part of the buffer."""
-        tiles = [self._tiles(size, shape) * 3 for shape in self._shapes]
-        chunks = self._chunks(size)
-        walks = [(chunks * 5 + 1) // 2, chunks * _SAVES] if self._has_walks else []
-        return [size, size, chunks, *walks, *tiles]
-
-    def _words(self, size: int) -> int:
-        return sum(self._parts(size))
-
-    def _inputs(self, size: int) -> Inputs:
-        token_rows, positions, rows, *words = self._buffer[: self._words(size)].split(self._parts(size))
-        walks = None
-        if self._has_walks:
-            spans, segments, *words = words
-            chunks = self._chunks(size)
-            walks = spans.view(torch.int32)[: chunks * 5].view(-1, 5), segments.view(torch.int32).view(-1, 2)
-        tiles = [part.view(torch.int32).view(-1, 6) for part in words]
-        return Inputs(token_rows, positions, rows, dict(zip(self._shapes, tiles, strict=True)), walks)
-
-    def _fill(self, size: int, chunks: Sequence[Chunk]) -> None:
-        left = size - sum(chunk.length for chunk in chunks)
-        whole = [*chunks, Chunk(self._table.rows, 0, left, False)] if left else [*chunks]
-        rows = np.full(self._chunks(size), self._table.rows, np.int64)
-        rows[: len(whole)] = [chunk.row for chunk in whole]
-        parts: list[IntArray] = [
-            np.concatenate([np.full(chunk.length, chunk.row, np.int64) for chunk in whole]),
-            np.concatenate([np.arange(chunk.start, chunk.start + chunk.length) for chunk in whole]),
-            rows,
-        ]
-        if self._has_walks:
-            walks = self._attn.chunk_walks(spans_of(chunks), size)
-            parts += [_words_of(part, words) for part, words in zip(walks, self._parts(size)[3:5], strict=True)]
-        for shape in self._shapes:
-            words = self._tiles(size, shape) * 3
-            parts.append(_words_of(self._attn.chunk_tiles(spans_of(whole), shape), words))
-        self._device.upload_into(self._buffer[: self._words(size)], np.concatenate(parts))
-
-    def _run(self, inputs: Inputs) -> States:
-        return self._forward(self._batch(inputs), None)
-
-    def _run_mixed(self, inputs: Inputs, trees: Batch, states: States) -> None:
-        nodes = trees.ids.shape[0]
-        of_trees, (hidden, aux_hidden) = cut(self._forward(self._batch(inputs), trees), nodes)
-        if self._mixed_states is None:
-            most = self.mixed_sizes[-1]
-            aux = None if aux_hidden is None else aux_hidden.new_empty(most, aux_hidden.shape[1])
-            self._mixed_states = hidden.new_empty(most, hidden.shape[1]), aux
-        put(states, of_trees)
-        put(cut(self._mixed_states, hidden.shape[0])[0], (hidden, aux_hidden))
-
-    def _batch(self, inputs: Inputs) -> Batch:
-        table, (token_rows, positions, rows, tiles, walks) = self._table, inputs
-        return Batch(
-            rows=rows,
-            ids=table.tokens_at(token_rows, positions),
-            positions=positions,
-            write_slots=table.slots_at(token_rows, positions),
-            table=table.page_table,
-            prefix_len=rows,  # nobody reads it: tiles say where a chunk begins
-            tiles=tiles,
-            query_rows=token_rows,
-            walks=walks,
-        )
-
-
-def _is_plain(prompts: Pending) -> bool:
-    """Returns whether graphs of prompts know all of it."""
-    batch = prompts.batch
-    assert batch is not None
-    return batch.turns is None and batch.images is None and not prompts.plan.adapted
-
-
-def _turns(batch: Batch) -> Tensor:
-    """Returns the positions of a batch for rotary embeddings."""
-    return batch.positions if batch.turns is None else batch.turns
-
-
-def slow_sizes(times: Mapping[int, float]) -> list[int]:
-    """Returns sizes that are not worth a graph, ascending, never the largest. times: seconds by size."""
-    slow, above = list[int](), math.inf  # seconds of the next larger size that has a graph
-    for size, seconds in sorted(times.items(), reverse=True):
-        fewer = any(seconds / size > FEWER * its / smaller for smaller, its in times.items() if smaller < size)
-        if above <= (PADDED if fewer else 1.0) * seconds:
-            slow.append(size)
-        else:
-            above = seconds
-    return slow[::-1]
-
-
-def _words_of(found: Tensor, words: int) -> IntArray:
-    """found: int32 -> the same in so many words [words] int64, with zeros behind it, which are chunks of no length."""
-    part = np.zeros(words * 2, np.int32)
-    part[: found.numel()] = found.numpy().reshape(-1)
-    return part.view(np.int64)
-
-
-def put(into: States, states: States) -> None:
-    """Copies them."""
-    for place, part in zip(into, states, strict=True):
-        if place is not None and part is not None:
-            place.copy_(part)
-
-
-def cut(states: States, first: int, end: int | None = None) -> tuple[States, States]:
-    """Returns those of the first queries, and of the others up to `end`."""
-    hidden, aux_hidden = states
-    if aux_hidden is None:
-        return (hidden[:first], None), (hidden[first:end], None)
-    return (hidden[:first], aux_hidden[:first]), (hidden[first:end], aux_hidden[first:end])
-
-
-def takes(key: Key) -> bool:
-    """Returns whether there are graphs of a step of this key beside prompts, if of any."""
-    return key.size in MIXED_ROWS and key.size * key.shape.queries <= MIXED_NODES
-
-
-def prefill_sizes(max_queries: int) -> list[int]:
-    """Queries of the graphs that plans of up to `max_queries` queries need, ascending."""
-    return [size for before, size in pairwise((0, *SIZES)) if before < max_queries]
-
-
-def kept_bytes(
-    max_queries: int, hidden: int, aux_layers: tuple[int, ...], dtype: torch.dtype, mixed: bool = False
-) -> int:
-    """Returns the bytes of the outputs that these graphs keep."""
-    sizes = prefill_sizes(max_queries)
-    states = sum(sizes) + (sizes[-1] if mixed else 0)
-    return states * hidden * (1 + len(aux_layers)) * dtype.itemsize
+from draftwing.ops.attention.batch import Batch
 
 
 class TargetForward:
@@ -500,3 +145,15 @@ class TargetForward:
             self._graphs.run("verify", key, self.run)
         found = self._replayed(prompts) or self.run(batch, adapted=self._prompt_slots(prompts))
         return self._graphs.left("verify", key), Verified(*found)
+
+
+def _is_plain(prompts: Pending) -> bool:
+    """Returns whether graphs of prompts know all of it."""
+    batch = prompts.batch
+    assert batch is not None
+    return batch.turns is None and batch.images is None and not prompts.plan.adapted
+
+
+def _turns(batch: Batch) -> Tensor:
+    """Returns the positions of a batch for rotary embeddings."""
+    return batch.positions if batch.turns is None else batch.turns

@@ -218,7 +218,7 @@ import numpy as np
 import torch
 from triton import knobs
 from draftwing.core import MAX_BACKLOG, DraftExtend
-from draftwing.engine import target as prefill
+from draftwing.engine import prefill_graphs as prefill
 from draftwing.engine.startup import precompile
 from draftwing.engine.startup.memory import graph_counts
 from draftwing.engine.startup.warm_up import GREEDY, _mixed, _prompt, _step

@@ -17,8 +17,8 @@ from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs import MAX_NODES, batch_sizes, graph_keys
+from draftwing.engine.prefill_graphs import Sizes, kept_bytes, prefill_sizes
 from draftwing.engine.row_table import RowTable
-from draftwing.engine.target import Sizes, kept_bytes, prefill_sizes
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import KVPool, RowStates, SlotSpec, delta_specs, record_bytes, state_bytes
 from draftwing.machine import resident_memory
