@@ -113,10 +113,10 @@ def test_a_drafter_that_sees_every_step_has_nothing_to_catch_up_with() -> None:
 
 def prefill(catch_ups: DraftExtendPlanner, one: Req, length: int) -> tuple[int | None, tuple[DraftChunk, ...]]:
     """Where a chunk is kept, and what the plan shows of prompts."""
-    kept = catch_ups.prefill(one, length, length == one.unsent)
+    kept = catch_ups.prompts.plan(one, length, length == one.unsent)
     one.sent += length
     assert catch_ups.take() is None
-    return kept, catch_ups.take_shown()
+    return kept, catch_ups.prompts.take()
 
 
 def prompt(row: int, length: int, sent: int = 0) -> Req:
@@ -173,11 +173,11 @@ def closed_loop(catch_ups: DraftExtendPlanner, steps: int, tokens: int) -> list[
                 catch_ups.release(reqs[row], cached=True)
             one = prompt(row, 100)
             one.slots = slots[row]
-            catch_ups.prefill(one, 100, True)
+            catch_ups.prompts.plan(one, 100, True)
             one.sent = one.kv = one.bound = 100
             reqs[row:] = [one, *reqs[row + 1 :]]
         catch_ups.plan(step, PLAIN, reqs)
-        due, shown = catch_ups.take(), catch_ups.take_shown()
+        due, shown = catch_ups.take(), catch_ups.prompts.take()
         passes.append([part.length for part in (*(due.texts if due is not None else ()), *shown)])
         passes[-1] += [] if due is None else [due.behind] * len(due.rows)
         for one in reqs:
@@ -223,7 +223,7 @@ def admit(catch_ups: DraftExtendPlanner, row: int, slots: np.ndarray, sent: int 
     """A request whose prompt is prefilled, `sent` tokens of it from the cache, and whether it is seen at once."""
     one = prompt(row, len(slots), sent)
     one.slots = np.concatenate((slots, np.arange(900, 1000)))
-    kept = catch_ups.prefill(one, len(slots) - sent, True)
+    kept = catch_ups.prompts.plan(one, len(slots) - sent, True)
     one.sent = one.kv = one.bound = len(slots)
     return one, kept
 
@@ -238,7 +238,7 @@ def test_what_lies_beside_the_slots_is_seen_before_a_step_that_drafts() -> None:
     plan: Any = catch_ups.take()
     assert plan.texts == (DraftChunk(0, 0, 50, 0), DraftChunk(0, 50, 50, 0), DraftChunk(0, 100, 19, 0)) and plan.late
     assert plan.rows.tolist() == [0] and plan.behind == 2 and not first.behind
-    assert catch_ups.take_shown() == ()
+    assert catch_ups.prompts.take() == ()
 
 
 @pytest.mark.parametrize("drafting", [False, True])
@@ -253,7 +253,7 @@ def test_what_others_left_unseen_in_the_cache_is_seen_first(drafting: bool) -> N
         catch_ups.plan(21, TREE, [])
     second, kept = admit(catch_ups, 1, np.arange(90), sent=40)
     assert kept == (None if drafting else 0) and second.behind == (0 if drafting else 90)
-    assert catch_ups.take_shown() == ((DraftChunk(1, 0, 40, 0),) if drafting else ())
+    assert catch_ups.prompts.take() == ((DraftChunk(1, 0, 40, 0),) if drafting else ())
     catch_ups.plan(22, TREE, [second])
     plan: Any = catch_ups.take()
     if drafting:
@@ -261,7 +261,7 @@ def test_what_others_left_unseen_in_the_cache_is_seen_first(drafting: bool) -> N
     else:
         assert plan.texts == (DraftChunk(1, 0, 50, 0), DraftChunk(1, 50, 39, 0)) and plan.behind == 1
     _, kept = admit(catch_ups, 2, np.arange(95), sent=90)
-    assert kept is None and catch_ups.take_shown() == (), "all that is seen now"
+    assert kept is None and catch_ups.prompts.take() == (), "all that is seen now"
 
 
 @settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
@@ -274,7 +274,7 @@ def test_answers_to_a_prompt_lack_no_more_than_is_planned_for(tokens: int, commi
     catch_ups, slots = rested(), np.arange(tokens)
     reqs = [admit(catch_ups, 0, slots)[0], admit(catch_ups, 1, slots, tokens - 1)[0]]
     for one in reqs:
-        catch_ups.share(one)
+        catch_ups.prompts.share(one)
     for step in range(committed + in_flight):
         catch_ups.plan(20 + step, PLAIN, reqs)
         for one in reqs:
@@ -293,25 +293,25 @@ def test_a_row_that_moves_to_slots_which_are_unseen_is_shown_them_if_it_had_seen
     one, _ = admit(catch_ups, 0, np.arange(60))
     one.behind, one.bound = behind, 63
     one.slots[20:40] = np.arange(200, 220)  # another's, who was prefilled meanwhile
-    catch_ups.share(one)
+    catch_ups.prompts.share(one)
     assert one.behind == behind
-    assert catch_ups.take_shown() == (() if behind > 3 else (DraftChunk(0, 20, 40, 0),))
+    assert catch_ups.prompts.take() == (() if behind > 3 else (DraftChunk(0, 20, 40, 0),))
 
 
 def test_what_is_taken_for_seen_has_been_shown() -> None:
     """The row was drafting when it moved, a step was in flight."""
     catch_ups = beside_slots(slots=1000)
     one, _ = admit(catch_ups, 0, np.arange(60))
-    catch_ups.take_shown()
+    catch_ups.prompts.take()
     catch_ups.plan(1, PLAIN, [one])
     one.bound += 1
     one.slots[20:60] = np.arange(200, 240)
-    catch_ups.share(one)
-    assert catch_ups.take_shown() == (DraftChunk(0, 20, 40, 0),)
+    catch_ups.prompts.share(one)
+    assert catch_ups.prompts.take() == (DraftChunk(0, 20, 40, 0),)
     catch_ups.plan(2, TREE, [one])
     plan: Any = catch_ups.take()
     assert plan.behind == 1 and plan.texts == () and admit(catch_ups, 1, one.slots[:60], 40)[1] is None
-    assert catch_ups.take_shown() == (), "all that is seen now"
+    assert catch_ups.prompts.take() == (), "all that is seen now"
 
 
 def test_one_that_needs_more_does_for_the_cache() -> None:
@@ -351,7 +351,7 @@ def test_who_goes_on_from_what_was_not_seen_has_it_shown() -> None:
     catch_ups = DraftExtendPlanner([PLAIN], deferral=DraftDeferral(400, 100, True), slots=100)
     first, then = prompt(0, 10), prompt(1, 40, sent=30)
     first.slots = then.slots = np.arange(100)
-    catch_ups.prefill(first, 10, True)
+    catch_ups.prompts.plan(first, 10, True)
     first.sent, first.kv, first.behind = 10, 30, 12
     catch_ups.release(first, cached=True)
     assert catch_ups.take() is None
@@ -363,7 +363,7 @@ def test_an_answer_without_drafts_was_not_seen_though_its_prompt_is_later() -> N
     first, again, then = prompt(0, 10), prompt(1, 11, sent=10), prompt(2, 40, sent=30)
     first.slots = again.slots = then.slots = np.arange(100)
     first.skipped = True
-    catch_ups.prefill(first, 10, True)
+    catch_ups.prompts.plan(first, 10, True)
     first.sent, first.kv = 10, 30
     catch_ups.release(first, cached=True)
     assert prefill(catch_ups, again, 1) == (None, (DraftChunk(1, 0, 10, 0),))

@@ -216,7 +216,7 @@ class Serving(RuleBasedStateMachine):
         self.policy.next = shape
         self.sched._prefills._waited = 100 * (shape % 2 == 1)
         if self.sched.config.deferral.by_slot and self.sched.config.skips_extend:
-            self.sched.catch_ups._prompts._rested = 100 * (shape % 3 > 0)
+            self.sched.catch_ups.prompts._rested = 100 * (shape % 3 > 0)
         before, reserve, evictable = self.sched.retractions, self.sched._reserve, self.sched.kv.radix.size
         plan = self.sched.plan()
         self.hear()

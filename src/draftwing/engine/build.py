@@ -97,8 +97,8 @@ class Parts:
         if costs is None:
             return
         with experts_at_random(executor):
-            if costs.stepwise:
-                sizes = {(shape, batch) for shape, batch, _, _ in costs.points()}
+            if costs.table.stepwise:
+                sizes = {(shape, batch) for shape, batch, _, _ in costs.table.points()}
                 keys = [Key(*size) for size in sizes if executor.graphs.key(*size) == size]
                 measure_graphs(executor, costs, keys, until)
             else:

@@ -96,7 +96,7 @@ class HostLevel:
         slots = np.concatenate([parts.slots_of(at) for at in blocks])
         entries = [parts.entries[at] for at in blocks]
         rows = self._slots.gather(self._upload(slots), len(blocks))
-        seen = self._catch_ups.seen(slots).reshape(-1, BLOCK)  # by the drafter
+        seen = self._catch_ups.prompts.seen(slots).reshape(-1, BLOCK)  # by the drafter
         return self.store.write(entries, rows, keep, list(seen)) > 0
 
     # -- back ---------------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class HostLevel:
         at = slots[: len(found) * BLOCK - first]
         self._slots.scatter(self._upload(at), self.store.read(found), first)
         seen = np.concatenate([self.store.note(digest) for digest in found])
-        self._catch_ups.note_seen(at, seen[first : first + len(at)])
+        self._catch_ups.prompts.note_seen(at, seen[first : first + len(at)])
         return len(at)
 
     def fill_state(self, digest: bytes, slot: int) -> bool:

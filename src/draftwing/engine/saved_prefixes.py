@@ -209,7 +209,7 @@ class SavedPrefixes:
         return True
 
     def _block(self, slots: IntArray) -> bytes:
-        return bytes(self._slots.read(self._upload(slots))) + self._sched.catch_ups.seen(slots).tobytes()
+        return bytes(self._slots.read(self._upload(slots))) + self._sched.catch_ups.prompts.seen(slots).tobytes()
 
     def _state(self, slot: int) -> memoryview:
         return self._states.read(self._upload(_one(slot)))
@@ -320,7 +320,7 @@ class SavedPrefixes:
                 return 0
             self._slots.write(self._upload(slots), data[:-BLOCK], first)
             seen = np.frombuffer(data[-BLOCK:], np.uint8)
-        self._sched.catch_ups.note_seen(slots, seen.view(np.bool_)[first:])
+        self._sched.catch_ups.prompts.note_seen(slots, seen.view(np.bool_)[first:])
         return len(slots)
 
     def _bring_back_state(self, req: Req, digests: list[bytes]) -> list[bytes]:

@@ -33,6 +33,8 @@ UNSEEN = 512  # positions of a prompt that it may lack then: it sees them all be
 
 
 class DraftExtendPlanner:
+    """prompts: chunks that the drafter has not seen."""
+
     def __init__(
         self,
         skips_extend: Collection[TreeShape],
@@ -45,23 +47,23 @@ class DraftExtendPlanner:
         assert all(shape.max_commit + deferral.by_slot <= max_backlog for shape in skips_extend)
         self._skips_extend, self._max_backlog, self._pass = frozenset(skips_extend), max_backlog, deferral.most
         self._next: list[tuple[int, int, int]] = []  # of the next plan: row, behind, upper bound of kv_len
-        self._prompts: PromptBacklog
+        self.prompts: PromptBacklog
         if deferral.by_slot:
-            self._prompts = HiddenStatePool(deferral, slots, max_backlog)
+            self.prompts = HiddenStatePool(deferral, slots, max_backlog)
+        elif deferral.from_tokens:
+            self.prompts = RecomputeFromTokens(deferral, slots)
         else:
-            self._prompts = (
-                RecomputeFromTokens(deferral, slots) if deferral.from_tokens else HiddenStateBuffer(deferral)
-            )
+            self.prompts = HiddenStateBuffer(deferral)
 
     def plan(self, step: int, shape: TreeShape, reqs: Sequence[Req]) -> None:
         """Notes that a tree step of this number is planned for these requests; `Req.bound` does not count it yet."""
         if not self._skips_extend:
             return
         skips, reqs = shape in self._skips_extend, [req for req in reqs if not req.skipped]
-        self._prompts.stepped(skips)
+        self.prompts.stepped(skips)
         if skips:
-            for req in self._prompts.far(reqs, shape.max_commit):
-                self._prompts.show(req)
+            for req in self.prompts.far(reqs, shape.max_commit):
+                self.prompts.show(req)
         for req in self._due(reqs, shape.max_commit) if skips else reqs:
             self._add(req)
             req.caught_up = step
@@ -75,14 +77,6 @@ class DraftExtendPlanner:
         far = [req.behind for req in reqs if req.behind > self._max_backlog and not req.skipped]
         return 1 + self._passes(far), sum(far)
 
-    def prefill(self, req: Req, length: int, final: bool) -> int | None:
-        """Notes that a chunk of so many tokens is planned, from `Req.sent` on. Returns its `Chunk.kept`."""
-        return self._prompts.plan(req, length, final)
-
-    def share(self, req: Req) -> None:
-        """Notes that the prompt's KV may be another request's from now on."""
-        self._prompts.share(req)
-
     def commit(self, step: int, shape: TreeShape, req: Req, count: int) -> None:
         """Notes that the step of this number has committed `count` tokens of the request."""
         if step >= req.caught_up and shape in self._skips_extend and not req.skipped:
@@ -90,38 +84,26 @@ class DraftExtendPlanner:
 
     def release(self, req: Req, cached: bool) -> None:
         """Notes that the request is about to give its row away. cached: whether others may use its KV."""
-        self._prompts.release(req, cached)
-        if cached and not self._prompts.sees_later:
+        self.prompts.release(req, cached)
+        if cached and not self.prompts.sees_later:
             self._add(req)
         req.behind = 0
 
-    def seen(self, slots: IntArray) -> np.ndarray:
-        """Returns of which cached slots [n] the drafter has its own KV."""
-        return self._prompts.seen(slots)
-
-    def note_seen(self, slots: IntArray, seen: np.ndarray) -> None:
-        """Notes what `seen` has said of KV that lies in these slots [n] now."""
-        self._prompts.note_seen(slots, seen)
-
-    def take_shown(self) -> tuple[DraftChunk, ...]:
-        """Returns `Plan.shown` of the next plan."""
-        return self._prompts.take()
-
     def take(self) -> DraftExtend | None:
         """Returns the catch-up of the next plan."""
-        texts = self._prompts.take_texts()
+        texts = self.prompts.take_texts()
         if not self._next and not texts:
             return None
         rows, behind, bound = np.asarray(self._next, np.int64).reshape(-1, 3).T.copy()
         self._next = []
         passes = self._passes(part.length for part in texts) + (len(rows) > 0)
-        late = self._prompts.late
+        late = self.prompts.late
         return DraftExtend(rows, int(behind.max(initial=0)), int(bound.max(initial=0)), texts, passes, late)
 
     def clear(self) -> None:
         """Forgets what has been released, as nobody will use it."""
         self._next = []
-        self._prompts.take_texts()
+        self.prompts.take_texts()
 
     def _passes(self, lengths: Iterable[int]) -> int:
         """Returns in how many passes it sees texts of these lengths."""
@@ -130,9 +112,9 @@ class DraftExtendPlanner:
     def _due(self, reqs: Sequence[Req], commit: int) -> list[Req]:
         """Returns who must catch up before a step that commits so many tokens at most, and who joins. Where many are
         far behind some begin early, so that they do not all have to at once."""
-        if self._prompts.late:  # one step is in flight at most, and it can be shown all but what that commits
+        if self.prompts.late:  # one step is in flight at most, and it can be shown all but what that commits
             return [req for req in reqs if req.behind and commit >= self._max_backlog]
-        if self._prompts.sees_later:
+        if self.prompts.sees_later:
             return [req for req in reqs if min(req.behind, req.bound - req.kv + 1) + commit > self._max_backlog]
         near = max(commit, self._max_backlog // 4)
         must = sum(req.behind + commit > self._max_backlog for req in reqs)
@@ -140,8 +122,8 @@ class DraftExtendPlanner:
         return far[: max(must, MAX_JOINING)] if must or self._next or len(far) > MAX_JOINING else []
 
     def _add(self, req: Req) -> None:
-        if req.behind > self._max_backlog or (req.behind and self._prompts.late):
-            self._prompts.show(req)
+        if req.behind > self._max_backlog or (req.behind and self.prompts.late):
+            self.prompts.show(req)
         if req.behind:
             assert req.behind <= self._max_backlog
             self._next.append((req.row, req.behind, req.bound))
@@ -159,11 +141,11 @@ class PromptBacklog(Protocol):
         return None
 
     def plan(self, req: Req, length: int, final: bool) -> int | None:
-        """Plans what `DraftExtendPlanner.prefill` returns."""
+        """Notes that a chunk of so many tokens is planned, from `Req.sent` on. Returns its `Chunk.kept`."""
         ...
 
     def share(self, req: Req) -> None:
-        """Does what `DraftExtendPlanner.share` promises."""
+        """Notes that the prompt's KV may be another request's from now on."""
         return None
 
     def release(self, req: Req, cached: bool) -> None:
@@ -181,7 +163,7 @@ class PromptBacklog(Protocol):
         raise AssertionError("it needs hidden states, which only the device knows where to find")
 
     def take(self) -> tuple[DraftChunk, ...]:
-        """Returns what the drafter sees of prompts with the next plan, of rows that run."""
+        """Returns `Plan.shown` of the next plan: what the drafter sees of prompts, of rows that run."""
         ...
 
     def take_texts(self) -> tuple[DraftChunk, ...]:
@@ -189,11 +171,11 @@ class PromptBacklog(Protocol):
         ...
 
     def seen(self, slots: IntArray) -> np.ndarray:
-        """Does what `DraftExtendPlanner.seen` promises."""
+        """Returns of which cached slots [n] the drafter has its own KV."""
         return np.ones(len(slots), bool)  # what is cached is complete
 
     def note_seen(self, slots: IntArray, seen: np.ndarray) -> None:
-        """Does what `DraftExtendPlanner.note_seen` promises."""
+        """Notes what `seen` has said of KV that lies in these slots [n] now."""
         return None
 
 

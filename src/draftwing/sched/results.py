@@ -181,7 +181,7 @@ class Results:
         output = self._emit(req, tokens, logprobs)
         if req.running:
             self._kv.share(req)
-            self._catch_ups.share(req)
+            self._catch_ups.prompts.share(req)
         return output
 
     def _commit_path(self, req: Req, shape: TreeShape, result: StepResult, i: int, count: int) -> None:

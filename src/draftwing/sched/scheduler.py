@@ -312,7 +312,7 @@ class Scheduler:
                     self._alone = True
                     break
                 continue
-            kept = self.catch_ups.prefill(req, length, final)
+            kept = self.catch_ups.prompts.plan(req, length, final)
             saves = () if self.kv.states is None else self.kv.states.saves(req, length)
             chunks.append(Chunk(req.row, req.sent, length, final, kept, saves, req.request.second))
             chosen.append(req)
@@ -370,7 +370,7 @@ class Scheduler:
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:
         plan = make_plan(
             self._steps, kind, shape, reqs, max_kv_len, chunks, *self.kv.take_changes(), self.catch_ups.take(),
-            self.catch_ups.take_shown(), self.kv.take_states(),
+            self.catch_ups.prompts.take(), self.kv.take_states(),
         )  # fmt: skip
         if self.kv.states is not None:
             self.kv.states.planned(reqs, 0 if chunks else shape.nodes)

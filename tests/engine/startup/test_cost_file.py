@@ -173,7 +173,9 @@ def start(machine: Machine, model: str) -> tuple[dict[tuple[TreeShape, int, int]
     with LLM(model, **OPTIONS) as llm:
         costs = llm.engine.parts.costs
         assert costs is not None and costs.complete
-        return {point: seconds for *point, seconds in costs.points() for point in [tuple(point)]}, machine.runs - before
+        return {
+            point: seconds for *point, seconds in costs.table.points() for point in [tuple(point)]
+        }, machine.runs - before
 
 
 def right(found: dict[tuple[TreeShape, int, int], float]) -> bool:

@@ -76,7 +76,7 @@ def test_graphs_are_measured_without_and_with_contexts(harness: Any, case: Any, 
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=graph_size, device=harness.device)
     before, costs = state(rig), StepCost(MENU, True)
     measure_graphs(rig.executor, costs, rig.captured, time.monotonic() + 600)
-    found = Counter((shape, size, context // size) for shape, size, context, _ in costs.points())
+    found = Counter((shape, size, context // size) for shape, size, context, _ in costs.table.points())
     few = {1, graph_size}  # of the sizes with contexts, these were captured
     assert found == Counter((key.shape, key.size, 0) for key in rig.captured) + Counter(
         (shape, size, context) for shape in MENU for size in few for context in (16, LONG)
@@ -97,7 +97,7 @@ def test_few_graphs_are_measured_again_where_they_cost_what_they_did(
         known.measured(key.shape, key.size, 0, 0.01 * slower)
     measure_graphs(rig.executor, costs, rig.captured, time.monotonic() + 600, known)
     few = {(shape, size, 0) for shape in MENU for size in (1, 5)}
-    found = {point[:3] for point in costs.points()}
+    found = {point[:3] for point in costs.table.points()}
     assert found == few if slower == 1 else found > few | {(key.shape, key.size, 0) for key in rig.captured}
     assert costs.complete
 
@@ -106,14 +106,14 @@ def test_graphs_are_not_measured_where_there_is_no_time(harness: Any, case: Any)
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), graph_size=4, device=harness.device)
     costs = StepCost(MENU, True)
     measure_graphs(rig.executor, costs, rig.captured, time.monotonic())
-    assert not list(costs.points())
+    assert not list(costs.table.points())
 
 
 def test_steps_are_measured_for_one_row_and_for_more(harness: Any, case: Any) -> None:
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device)
     before, costs = state(rig), StepCost(MENU, False)
     measure_steps(rig.executor, costs, time.monotonic() + 600)
-    points = {point[:3] for point in costs.points()}
+    points = {point[:3] for point in costs.table.points()}
     assert points == {(shape, size, 0) for shape in MENU for size in (1, 4)} | {(shape, 1, LONG) for shape in MENU}
     assert same(before, state(rig))
     rig.drafter.flush()
@@ -124,11 +124,11 @@ def test_steps_end_in_time(harness: Any, case: Any, monkeypatch: pytest.MonkeyPa
     rig = harness.Rig(case[0], drafter="ngram", policy=Both(), device=harness.device)
     costs = StepCost(MENU, False)
     measure_steps(rig.executor, costs, time.monotonic())
-    assert not list(costs.points())
+    assert not list(costs.table.points())
     long = Timed(1000.0, 1.0)  # of a large model: there is no time for more rows
     monkeypatch.setattr(measuring, "_run", lambda *step: long)
     measure_steps(rig.executor, costs, time.monotonic() + 600)
-    assert {point[:3] for point in costs.points()} == {(shape, 1, 0) for shape in MENU}
+    assert {point[:3] for point in costs.table.points()} == {(shape, 1, 0) for shape in MENU}
 
 
 @pytest.mark.parametrize("wrong", [None, 0, 7, 11, 14, 18, 20])  # of one row, more rows, a long row
@@ -168,7 +168,7 @@ def test_steps_in_the_most_threads_count(
 def measured(rig: Any) -> dict[tuple[TreeShape, int, int], float]:
     costs = StepCost(MENU, False)
     measure_steps(rig.executor, costs, time.monotonic() + 600)
-    return {point[:3]: point[3] for point in costs.points()}
+    return {point[:3]: point[3] for point in costs.table.points()}
 
 
 def test_filled_rows_have_slots_of_their_own(harness: Any, case: Any) -> None:

@@ -129,8 +129,8 @@ def test_every_shape_has_a_price(model: str, unhurried: None) -> None:
     with load(model, **NGRAM) as llm:
         costs, menu = llm.engine.parts.costs, llm.engine.parts.sched.choice.policy.menu
         assert costs.complete and PLAIN in menu and len(menu) > 1
-        points = {point[:3] for point in costs.points()}
-        assert {(shape, 1, 0) for shape in menu} <= points and all(seconds > 0 for *_, seconds in costs.points())
+        points = {point[:3] for point in costs.table.points()}
+        assert {(shape, 1, 0) for shape in menu} <= points and all(seconds > 0 for *_, seconds in costs.table.points())
 
 
 def test_every_shape_of_a_large_model_has_a_price(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,5 +167,5 @@ def test_it_ends_in_time(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warming, "SECONDS", 0.0)
     monkeypatch.setattr(warming, "FIRST_SECONDS", 0.0)
     with load(model, **NGRAM) as llm:
-        assert not list(llm.engine.parts.costs.points())
+        assert not list(llm.engine.parts.costs.table.points())
         assert len(llm.generate(PROMPT, GREEDY)[0].token_ids) == 24

@@ -426,7 +426,7 @@ def test_of_two_looks_the_lesser_counts_and_they_agree_or_not() -> None:
             noises.append(noise)
         kept, fresh = looks
         agreed = kept.look_again(fresh)
-        for shape, batch, _, seconds in kept.points():
+        for shape, batch, _, seconds in kept.table.points():
             least = min(noise[shape, batch] for noise in noises)
             assert seconds == pytest.approx(truth[shape, batch] * least)
         ratios = [noises[0][step] / noises[1][step] for step in truth]
@@ -436,7 +436,7 @@ def test_of_two_looks_the_lesser_counts_and_they_agree_or_not() -> None:
 def test_a_faster_look_ends_what_was_learnt_of_the_slower_one() -> None:
     """A start on a busy machine measured twice the time, and steps have shown since that half of it is right."""
     busy, quiet = StepCost(MENU, False), measured(False)
-    for shape, *at, seconds in quiet.points():
+    for shape, *at, seconds in quiet.table.points():
         busy.measured(shape, *at, 2 * seconds)
     for _ in range(200):
         busy.record(CHAIN, 1, 0, true_seconds(CHAIN, 1, 0))

@@ -64,9 +64,9 @@ class StepCost:
     """Seconds of a step of each shape of a menu, of what precedes drafts, and how they change."""
 
     def __init__(self, menu: Sequence[TreeShape], stepwise: bool) -> None:
-        """stepwise: see `CostTable`."""
+        """stepwise: see `CostTable`, which is `table`."""
         self.menu = tuple(menu)
-        self._table = CostTable(stepwise)
+        self.table = CostTable(stepwise)
         self._samples: dict[tuple[TreeShape, int], int] = {}  # steps in operation that a measurement was made of
         self._unsure: set[tuple[TreeShape, int]] = set()  # of which fewer are all that is known, see `_sampled`
         self.threads = 1.0  # in which share of the threads steps run now, see `StepResult`
@@ -82,13 +82,9 @@ class StepCost:
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
-    @property
-    def stepwise(self) -> bool:
-        return self._table.stepwise
-
     def seconds(self, shape: TreeShape, batch: int, context: int) -> float | None:
         """Returns what a step will take; None only if nothing at all is known."""
-        line = self._table.line(shape, batch)
+        line = self.table.line(shape, batch)
         return None if line is None else (line.empty + line.slope * context) * self.factor(shape, batch)
 
     def factor(self, shape: TreeShape, batch: int) -> float:
@@ -112,19 +108,19 @@ class StepCost:
 
     def known(self, shape: TreeShape, batch: int) -> bool:
         """Returns whether the shape was measured at a size that is near."""
-        return bool(self._table.near(shape, batch))
+        return bool(self.table.near(shape, batch))
 
     def guessed(self, shape: TreeShape, batch: int) -> bool:
         """Returns whether neither the shape at such a size nor what it can be estimated by was measured, or too little
         to be believed."""
-        sizes = self._table.near(shape, batch) or self._table.smaller(shape, batch)
+        sizes = self.table.near(shape, batch) or self.table.smaller(shape, batch)
         unsure = [size for size in sizes if (shape, size) in self._unsure]
         return batch in unsure or len(unsure) == len(sizes)
 
     @property
     def complete(self) -> bool:
         """Returns whether every shape of the menu was measured."""
-        return all(shape in self._table for shape in self.menu)
+        return all(shape in self.table for shape in self.menu)
 
     def backlog(self, batch: int, passes: int, positions: int) -> float:
         """Returns the seconds that a drafter takes for what it has not seen of a batch: so many passes, and so many
@@ -140,7 +136,7 @@ class StepCost:
         """Takes a measurement in place of an earlier one; of no time it is none."""
         assert batch > 0 and context >= 0
         if seconds > 0:
-            self._table.measure(shape, batch, context, seconds)
+            self.table.measure(shape, batch, context, seconds)
 
     def record(self, shape: TreeShape, batch: int, context: int, seconds: float) -> None:
         """Learns from what a step took."""
@@ -180,13 +176,13 @@ class StepCost:
 
     def _forget(self, shape: TreeShape | None) -> None:
         """Forgets all of a shape, None: of all. What other shapes' steps agree with stays."""
-        if shape is None or not self._table.shapes() - {shape}:
-            self._table.forget(None)
+        if shape is None or not self.table.shapes() - {shape}:
+            self.table.forget(None)
             for known in (self._samples, self._longer, self._doubts_of, self._unsure):
                 known.clear()
             self._factors = {1.0: _Factors()}
             return
-        self._table.forget(shape)
+        self.table.forget(shape)
         self._samples = {step: samples for step, samples in self._samples.items() if step[0] != shape}
         self._longer = {step: known for step, known in self._longer.items() if step[0] != shape}
         self._unsure = {step for step in self._unsure if step[0] != shape}
@@ -201,7 +197,7 @@ class StepCost:
         if longer is not None and context < longer[0]:  # of other rows
             del self._longer[step]
             longer = None
-        if longer is None and self._table.is_longer(shape, context):
+        if longer is None and self.table.is_longer(shape, context):
             longer = context, math.inf, 0
         if longer is not None:
             return self._sampled_longer(step, longer, seconds)
@@ -214,8 +210,8 @@ class StepCost:
         elif samples + 1 == DOUBT:
             self._unsure.discard(step)
         seconds /= self.factor(shape, batch)  # by which it will be multiplied
-        minimum = min([seconds, *self._table.at(shape, batch).values()])
-        self._table.measure(shape, batch, context, minimum, alone=True)
+        minimum = min([seconds, *self.table.at(shape, batch).values()])
+        self.table.measure(shape, batch, context, minimum, alone=True)
         self._samples[step] = samples + 1
         return True
 
@@ -226,7 +222,7 @@ class StepCost:
         least = min(least, seconds / self.factor(*step))
         self._longer[step] = context, least, samples + 1
         if step[0].depth or samples + 1 == DOUBT:
-            self._table.extend(*step, context, least)
+            self.table.extend(*step, context, least)
         if samples + 1 == DOUBT:
             del self._longer[step]
         return True
@@ -255,8 +251,8 @@ class StepCost:
         """Returns what is known now of steps that take so many times as long."""
         cost = deepcopy(self)
         cost._longer.clear()
-        for shape, batch, context, seconds in list(self._table.points()):
-            cost._table.measure(shape, batch, context, factor * seconds)
+        for shape, batch, context, seconds in list(self.table.points()):
+            cost.table.measure(shape, batch, context, factor * seconds)
         return cost
 
     # -- keeping it for the next start --------------------------------------------------------------------------------
@@ -268,10 +264,10 @@ class StepCost:
         factors += [(list(shape), bucket, own) for (shape, bucket), (own, _) in usual.own.items()]
         return {
             "version": VERSION,
-            "stepwise": self.stepwise,
+            "stepwise": self.table.stepwise,
             "measured": [
                 [list(shape), batch, *point]
-                for shape, batch, *point in self._table.points()
+                for shape, batch, *point in self.table.points()
                 if (shape, batch) not in self._unsure
             ],
             "corrections": [[shape, bucket, math.exp(factor)] for shape, bucket, factor in factors],
@@ -305,8 +301,8 @@ class StepCost:
         `instead` of what was known. Returns whether both have measured every shape, and the same. Where a cost is
         another one now, what was learnt of the old ones in operation goes."""
         ratios, alike = self._ratios(other), self.agrees(other)
-        for shape, batch, context, seconds in list(other.points()):
-            known = self._table.at(shape, batch).get(context)
+        for shape, batch, context, seconds in list(other.table.points()):
+            known = self.table.at(shape, batch).get(context)
             self.measured(shape, batch, context, seconds if known is None or instead else min(known, seconds))
         if any(ratio > AGREE or (instead and ratio < 1 / AGREE) for _, ratio in ratios):
             self._factors = {1.0: _Factors()}
@@ -322,13 +318,9 @@ class StepCost:
         """Of what both have measured: the shape, and this one's seconds over the other's."""
         return [
             (shape, known / seconds)
-            for shape, batch, context, seconds in other.points()
-            if (known := self._table.at(shape, batch).get(context)) is not None
+            for shape, batch, context, seconds in other.table.points()
+            if (known := self.table.at(shape, batch).get(context)) is not None
         ]
-
-    def points(self) -> Any:
-        """Yields all measurements: shape, batch size, context, seconds."""
-        return self._table.points()
 
 
 def _count(value: Any, minimum: int = 0) -> int:
