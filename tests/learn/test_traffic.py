@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from draftwing.errors import ConfigError
-from draftwing.learn import traffic
+from draftwing.learn import segments
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import MAX_COPIES, Exchange, TrafficLimits, TrafficStore, client_folder
 
@@ -270,7 +270,7 @@ def test_a_full_disk_changes_nothing_of_what_is_known(tmp_path: Path, monkeypatc
 
     now[0] = 15.0
     with monkeypatch.context() as patch:
-        patch.setattr(traffic, "replace_file", full)
+        patch.setattr(segments, "replace_file", full)
         with pytest.raises(OSError, match="no room"):
             store.sweep()
     assert not store.add(given[0]), "is still there"

@@ -52,9 +52,9 @@ class CachedParts(NamedTuple):
     state: int
     entries: list[Entry]
 
-    def slots_of(self, at: int, count: int = 1) -> IntArray:
-        """Returns the slots of blocks."""
-        return self.slots[at * BLOCK : (at + count) * BLOCK]
+    def slots_of(self, at: int) -> IntArray:
+        """Returns the slots of a block."""
+        return self.slots[at * BLOCK : (at + 1) * BLOCK]
 
 
 @contextmanager
