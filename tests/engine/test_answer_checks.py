@@ -256,19 +256,6 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
 
 
-def test_nothing_is_logged_of_a_client_that_was_forgotten_while_files_are_read(
-    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, begin = threading.Event(), Digests.begin
-    monkeypatch.setattr(Digests, "begin", lambda *args: (read.wait(SECONDS), begin(*args))[1])
-    plant(engine)
-    answers(engine, request("a", client="bob"))
-    rest(engine, lambda: counts(engine) == (1, 1))
-    engine.forget_client("bob")
-    read.set()
-    assert not logged(caplog)
-
-
 def test_differences_are_logged_from_time_to_time(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +270,7 @@ def test_differences_are_logged_from_time_to_time(
     assert len(logged(caplog)) == 2
 
 
-def test_who_is_forgotten_is_not_logged_in_place_of_others(
+def test_who_is_forgotten_while_files_are_read_is_not_logged_in_place_of_others(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, begin = threading.Event(), Digests.begin

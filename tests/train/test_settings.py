@@ -33,6 +33,16 @@ from draftwing.train.settings import Settings, open_run
         ({"seed": 2**32}, "seed must be at most 4294967295"),
         ({"algorithm": "MTP", "ffn_size": 64}, "--ffn-size: for --algorithm EAGLE and EAGLE3 and .*, found MTP"),
         ({"init_head": ("h",), "ffn_size": 64}, "--ffn-size: for fresh heads"),
+        ({"markov_rank": 8}, "--markov-rank: for --algorithm DFLASH and DSPARK and DFLASH2, found EAGLE3"),
+        ({"algorithm": "DFLASH", "markov_rank": 8}, "--markov-rank: for --algorithm DSPARK and DFLASH2, found DFLASH"),
+        ({"algorithm": "DFLASH2", "markov_head": "rnn"}, "--markov-head: for --algorithm DSPARK, found DFLASH2"),
+        ({"algorithm": "DFLASH", "ttt_steps": 3}, "--ttt-steps: for --algorithm"),
+        ({"algorithm": "DSPARK", "init_head": ("h",), "block_steps": 3}, "--block-steps: for fresh heads"),
+        ({"shapes": ("3,1",)}, "--shapes: expected steps,topk,draft tokens such as 5,4,16; found '3,1'"),
+        ({"shapes": ("3,2,99",)}, "--shapes: expected 4 to 11 draft tokens for 3 steps and topk 2, found 99"),
+        ({"greedy_share": 1.5}, "greedy_share must be at most 1; found 1.5"),
+        ({"temperatures": (1.0, 0.5)}, "--temperatures: expected the lowest and the highest"),
+        ({"regenerate": True}, "--regenerate needs --conversations"),
     ],
 )
 def test_what_would_fail_hours_later_is_refused(given: dict[str, Any], message: str) -> None:
