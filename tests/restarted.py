@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,25 @@ def ask(engine: Engine, prompt: Sequence[int], temperature: float = 0.8, **field
             assert output.finish_reason is None or output.finish_reason["type"] == "length", output.finish_reason
     engine.parts.sched.check_integrity()
     return Reply(tokens, meta["cached_tokens"], meta.get("spec_verify_ct", 0))
+
+
+def run(engine: Engine, asked: Mapping[Any, list[int]], count: int = TOKENS, after: int = 0) -> dict[str, list[int]]:
+    """The answers by uid, each of so many tokens. after: steps behind each request, before the next one comes."""
+    found: dict[str, list[int]] = {str(uid): [] for uid in asked}
+    params = SamplingParams(max_new_tokens=count, temperature=0.8, sampling_seed=5, ignore_eos=True)
+
+    def step() -> None:
+        for output in engine.step():
+            found[output.uid].extend(output.token_ids)
+        engine.parts.sched.check_integrity()
+
+    for uid, prompt in asked.items():
+        engine.submit(GenerationRequest(str(uid), prompt, params))
+        for _ in range(after):
+            step()
+    while not engine.idle():
+        step()
+    return found
 
 
 def once(model: Path, folder: Path | None, prompt: Sequence[int], fields: Any = None, **more: Any) -> Reply:

@@ -16,7 +16,7 @@ import torch
 from distant_device import DistantCpu, LostCpu
 from reference.checkpoints import eagle3_head
 from reference.learnable import write_target
-from restarted import OF, TOKENS, Reply, ask, once, opened, tokens, write_hybrid
+from restarted import OF, Reply, ask, once, opened, run, tokens, write_hybrid
 from tiny_adapters import write_adapter
 from tiny_checkpoint import VOCAB
 
@@ -187,35 +187,8 @@ def test_many_at_once_are_preempted(model: Path, hybrid: Callable[[str], Path], 
     expected = [once(of, None, prompt).tokens for prompt in prompts]
     with engine_of(of, max_total_tokens=700) as engine:
         for _ in range(3):
-            found: dict[str, list[int]] = {}
-            for uid, prompt in enumerate(prompts):
-                params = SamplingParams(max_new_tokens=TOKENS, temperature=0.8, sampling_seed=5, ignore_eos=True)
-                engine.submit(GenerationRequest(str(uid), prompt, params))
-            while not engine.idle():
-                for output in engine.step():
-                    found.setdefault(output.uid, []).extend(output.token_ids)
-                engine.parts.sched.check_integrity()
-            assert [found[str(uid)] for uid in range(6)] == expected
+            assert [*run(engine, dict(enumerate(prompts))).values()] == expected
         assert came_back(engine) >= 256
-
-
-def run(engine: Engine, asked: dict[str, list[int]], count: int, after: int = 0) -> dict[str, list[int]]:
-    """The answers, each of so many tokens. after: steps behind each request, before the next one comes."""
-    found: dict[str, list[int]] = {uid: [] for uid in asked}
-    params = SamplingParams(max_new_tokens=count, temperature=0.8, sampling_seed=5, ignore_eos=True)
-
-    def step() -> None:
-        for output in engine.step():
-            found[output.uid].extend(output.token_ids)
-        engine.parts.sched.check_integrity()
-
-    for uid, prompt in asked.items():
-        engine.submit(GenerationRequest(uid, prompt, params))
-        for _ in range(after):
-            step()
-    while not engine.idle():
-        step()
-    return found
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3.5", marks=pytest.mark.slow)])
