@@ -7,8 +7,8 @@ import pytest
 
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched import kv_manager
-from draftwing.sched.kv_manager import MIN_SHARED_TOKENS, KVManager
+from draftwing.sched.inflight_prefixes import MIN_SHARED_TOKENS, InflightPrefixes
+from draftwing.sched.kv_manager import KVManager
 from draftwing.sched.req import Req, ReqState
 
 SLOTS, ROWS, ROOM = 64, 3, 4
@@ -177,8 +177,8 @@ def test_who_waits_is_not_compared_again_before_each_step(monkeypatch: pytest.Mo
     tokens = np.arange(4 * MIN_SHARED_TOKENS)
     kv = KVManager(8 * MIN_SHARED_TOKENS, ROWS, lookahead=0, cache=True, room=ROOM)
     compared = []
-    own = kv_manager.InflightPrefixes.common_prefixes
-    monkeypatch.setattr(kv_manager.InflightPrefixes, "common_prefixes", lambda *args: compared.append(1) or own(*args))
+    own = InflightPrefixes.common_prefixes
+    monkeypatch.setattr(InflightPrefixes, "common_prefixes", lambda *args: compared.append(1) or own(*args))
     first, second = request("a", tokens.tolist()), request("b", [*tokens[:-1].tolist(), 0])
     other = np.asarray(second.tokens)
     assert not kv.prefix_being_computed(first, tokens) and admit(kv, first)
