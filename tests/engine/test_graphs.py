@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from draftwing.config.trees import PLAIN, TreeShape
-from draftwing.engine import executor
+from draftwing.engine import captures
 from draftwing.engine.devices import pick_device
 from draftwing.engine.graphs import GraphCache, Key, batch_sizes, first_sizes
 from draftwing.requests.request import LogprobParams
@@ -128,7 +128,7 @@ def test_capturing_leaves_running_requests_alone(harness, case):
 def test_what_is_left_is_captured_while_requests_run(harness, case, monkeypatch):
     """Once steps want it, those that they want most first; until then they are padded further."""
     monkeypatch.setattr("draftwing.engine.graphs.WANTED", 3)
-    monkeypatch.setattr(executor, "first_sizes", lambda sizes: {sizes[-1]})
+    monkeypatch.setattr(captures, "first_sizes", lambda sizes: {sizes[-1]})
     model, prompts, params, expected, book = case
     rig = harness.Rig(model, drafter="oracle", policy=harness.Cycle(TREE), book=book, graph_size=6, lag=1)
     graphs, menu, sizes = rig.executor.graphs, (TREE, PLAIN), []

@@ -23,7 +23,6 @@ from tiny_checkpoint import VOCAB, write_checkpoint
 
 from draftwing import LLM
 from draftwing.config.options import Options
-from draftwing.engine import engine
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.process import ranks as processes_of_ranks
 from draftwing.engine.process.link import EngineLink, Listener
@@ -473,7 +472,7 @@ def test_ranks_end_with_an_engine_that_fails_when_it_is_built(folder: Path, monk
         raise ConfigError("no tokens to stop at")
 
     others = children(os.getpid())
-    monkeypatch.setattr(engine, "stop_ids", fail)
+    monkeypatch.setattr("draftwing.engine.startup.info.stop_ids", fail)
     with pytest.raises(ConfigError, match="no tokens to stop at"):
         LLM(str(folder), tp_size=2, **SETTINGS)
     assert children(os.getpid()) == others
