@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hybrid_models import layer_weights, reference, with_layer
@@ -393,10 +393,13 @@ def test_a_client_may_be_forgotten_at_any_moment(
             found, there = interrupted(call, line, lambda: checks.forget("bob"))
             return found
 
-        asked, again = here("begin", lambda: checks.begin(lambda grammar: True)), None
+        def begun() -> Any:
+            return checks.begin(lambda grammar: True, lambda request: cast(Any, SimpleNamespace(uid=request.uid)))
+
+        asked, again = here("begin", begun), None
         if part == "stop":
             here("stop", checks.stop)
-            again = checks.begin(lambda grammar: True)
+            again = begun()
         elif asked is not None:
             output = Output(asked.uid, [1], {"type": "length", "length": 1})
             assert here("take", lambda: checks.take([output])) == []

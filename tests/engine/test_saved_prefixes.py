@@ -358,7 +358,7 @@ def test_an_engine_that_cannot_write_lets_go_of_the_model(
     engine = opened(model, tmp_path)
     ask(engine, tokens(300))
     closed, executor = list[int](), engine.parts.executor
-    monkeypatch.setattr(executor, "close", lambda: closed.append(1))
+    monkeypatch.setattr(executor.graphs, "clear", lambda: closed.append(1))
     monkeypatch.setattr(SlotBytes, "read", fails(RuntimeError("the device is gone")))
     with pytest.raises(RuntimeError, match="the device is gone"):
         engine.close()
