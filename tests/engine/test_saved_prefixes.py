@@ -26,7 +26,7 @@ from tiny_adapters import write_adapter
 from tiny_checkpoint import VOCAB
 
 from draftwing import LLM, SamplingParams
-from draftwing.errors import ConfigError
+from draftwing.errors import ConfigError, GenerationError
 from draftwing.images.reader import Picture, Prompt, placed, read
 from draftwing.kv.prefix_store import PrefixStore
 from draftwing.kv.slot_bytes import SlotBytes
@@ -349,6 +349,15 @@ def test_without_memory_nothing_is_kept_and_nothing_fails(
             assert ask(engine, prompt).tokens == first.tokens
         engine.parts.sched.flush_cache()
     assert ask(engine, prompt) == (first.tokens, 256, TOKENS - 1)
+    engine.close()
+
+
+def test_what_cannot_be_removed_is_said(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = opened(model, tmp_path)
+    monkeypatch.setattr(PrefixStore, "delete", fails(PermissionError(13, "Permission denied")))
+    for ask_for, what in ((engine.flush_cache, "on the disk"), (lambda: engine.forget_client("alice"), "for lookups")):
+        with pytest.raises(GenerationError, match=f"what is kept {what} could not be removed: .*Permission denied"):
+            ask_for()
     engine.close()
 
 

@@ -16,6 +16,7 @@ from scripted import serving, wait_until
 
 from draftwing.core import Output
 from draftwing.engine.process.link import EngineDead
+from draftwing.errors import GenerationError
 from draftwing.requests.request import GenerationRequest, LogprobParams
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.dispatch import WAKES, Wakeups
@@ -124,7 +125,7 @@ def test_files_that_cannot_be_removed_end_no_engine(
     live: str, slow: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused() -> bool:
-        raise PermissionError(13, "Permission denied", "/kept")
+        raise GenerationError("what is kept could not be removed: Permission denied: '/kept'")
 
     monkeypatch.setattr(slow, "flush_cache", refused)
     found = httpx.post(f"{live}/flush_cache")
