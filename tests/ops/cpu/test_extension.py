@@ -150,6 +150,18 @@ def test_an_extension_of_other_sources_is_refused() -> None:
         checked(ModuleType("old"))
 
 
+@wanted
+@compiled
+def test_a_function_says_how_many_numbers_it_takes() -> None:
+    raw = load_extension()
+    assert raw is not None
+    for function, given, expected in ((raw.gate, (1, 2), 5), (raw.soft_cap, (0,) * 6, 7), (raw.draw, (0,) * 22, 21)):
+        with pytest.raises(TypeError, match=f"expected {expected} numbers, found {len(given)}"):
+            function(*given)
+    with pytest.raises(TypeError):
+        raw.soft_cap(*(0.5,) * 7)
+
+
 # -- bits -------------------------------------------------------------------------------------------------------------
 
 PROBE = Path(__file__).parents[1] / "isa_probe.py"

@@ -15,30 +15,21 @@
 #define DOTS 4
 #endif
 
-/* Of one matrix; `down` to `rank` as in `AdapterWeights`. */
-static Adapted adapted_of(const int64_t *n) {
-    return (Adapted){.down = POINTER(n[0]),
-                     .up = POINTER(n[1]),
-                     .ranks = POINTER(n[2]),
-                     .scales = POINTER(n[3]),
-                     .ends = POINTER(n[4]),
-                     .slices = n[5],
-                     .rank = n[6],
-                     .type = n[7],
-                     .inputs = n[8],
-                     .outputs = n[9]};
-}
-
+/* Up to `of`, what `adapters` is given. */
 typedef struct {
-    Team team;
-    Adapted of;
     char *y;
+    int64_t y_stride;
     const char *x;
+    int64_t x_stride;
     const int64_t *slots; /* of rows; 0: of nobody */
-    float *between;       /* [rows, slices, rank] */
-    Sixteen *small;       /* in 8 bits: [slices, rank / 16, rows] */
-    Rounded rounded;      /* x */
-    int64_t y_stride, x_stride, rows, half, parts;
+    int64_t rows, half;   /* half: of x and y */
+    float *between;       /* [rows, slices, rank]; in 8 bits not of both parts */
+    int64_t parts;        /* 1: down, 2: up, 3: both */
+    Workers *workers;
+    Sixteen *small; /* in 8 bits: [slices, rank / 16, rows], and behind them `rounded` */
+    Adapted of;
+    Team team;
+    Rounded rounded; /* x */
     int64_t *taken;
 } Adapters;
 
@@ -135,33 +126,26 @@ static void down_unit(const Adapted *a, const Adapting *of, int64_t x_stride, in
                       (float *)of->between + row * a->slices * a->rank);
 }
 
-int64_t adapter_bytes(const int64_t *n, int64_t rows) {
-    if (!n) return 0;
-    const Adapted a = adapted_of(n);
-    return rows * a.slices * a.rank * (a.type == IN_8_BITS ? (int64_t)sizeof(Sixteen) / 16 : (int64_t)sizeof(float));
+int64_t adapter_bytes(const Adapted *a, int64_t rows) {
+    const int64_t size = a && a->type == IN_8_BITS ? (int64_t)sizeof(Sixteen) / 16 : (int64_t)sizeof(float);
+    return a ? rows * a->slices * a->rank * size : 0;
 }
-int64_t adapter_units(const int64_t *n) {
-    if (!n) return 0;
-    const Adapted a = adapted_of(n);
-    return units_of(&a);
-}
-void adapter_down(const int64_t *n, const Adapting *of, int64_t unit) {
-    const Adapted a = adapted_of(n);
+int64_t adapter_units(const Adapted *a) { return a ? units_of(a) : 0; }
+void adapter_down(const Adapted *a, const Adapting *of, int64_t unit) {
     for (int64_t row = 0; row < of->rows; row += ROWS) {
         const int64_t end = row + ROWS < of->rows ? row + ROWS : of->rows;
-        if (a.type == IN_8_BITS) down_8_bits(&a, of->slots, of->small, unit, row, end, NULL, of->between);
-        else down_unit(&a, of, a.inputs, unit, row, end);
+        if (a->type == IN_8_BITS) down_8_bits(a, of->slots, of->small, unit, row, end, NULL, of->between);
+        else down_unit(a, of, a->inputs, unit, row, end);
     }
 }
-void adapter_up(const int64_t *n, const Adapting *of, void *y, int64_t from, int64_t to) {
-    if (!n) return;
-    const Adapted a = adapted_of(n);
-    for (int64_t row = 0; row < of->rows && a.type == IN_8_BITS; row += ROWS)
-        up_8_bits(&a, of->slots, of->between, of->rows, row, row + ROWS < of->rows ? row + ROWS : of->rows, from, to, y,
-                  a.outputs, of->half);
-    for (int64_t row = 0; row < of->rows && a.type != IN_8_BITS; row++)
+void adapter_up(const Adapted *a, const Adapting *of, void *y, int64_t from, int64_t to) {
+    if (!a) return;
+    for (int64_t row = 0; row < of->rows && a->type == IN_8_BITS; row += ROWS)
+        up_8_bits(a, of->slots, of->between, of->rows, row, row + ROWS < of->rows ? row + ROWS : of->rows, from, to, y,
+                  a->outputs, of->half);
+    for (int64_t row = 0; row < of->rows && a->type != IN_8_BITS; row++)
         if (of->slots[row])
-            add_some(&a, y, row * a.outputs, of->slots[row] - 1, (float *)of->between + row * a.slices * a.rank, from,
+            add_some(a, y, row * a->outputs, of->slots[row] - 1, (float *)of->between + row * a->slices * a->rank, from,
                      to, of->half);
 }
 
@@ -220,46 +204,30 @@ static void some_adapters(void *data) {
     }
 }
 
-/* y, its stride, x, its stride, slots, rows, half of x and y, between (in 8 bits not of both parts), parts (1: down, 2: up, 3:
-   both), workers, memory for what is in 8 bits (adapter_bytes and rounded_size of the rows); numbers of the matrix: see
-   `adapted_of` */
-static PyObject *py_adapters(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[21];
-    if (!numbers(args, given, 21, n)) return NULL;
-    Workers *workers = POINTER(n[9]);
-    int64_t taken[2 * workers->most * TAKEN];
+static void adapters(int64_t *n) {
+    Adapters *j = (Adapters *)n;
+    const Adapted *of = &j->of;
+    int64_t taken[2 * j->workers->most * TAKEN];
     memset(taken, 0, sizeof taken);
-    Adapters j = {.of = adapted_of(n + 11),
-                  .y = POINTER(n[0]),
-                  .y_stride = n[1],
-                  .x = POINTER(n[2]),
-                  .x_stride = n[3],
-                  .slots = POINTER(n[4]),
-                  .rows = n[5],
-                  .half = n[6],
-                  .between = POINTER(n[7]),
-                  .parts = n[8],
-                  .small = POINTER(n[10]),
-                  .taken = taken};
-    if (j.of.type == IN_8_BITS)
-        j.rounded = rounded_at((char *)POINTER(n[10]) + adapter_bytes(n + 11, j.rows), j.rows, j.of.inputs);
-    const int64_t work = j.rows * j.of.rank * (j.of.slices * j.of.inputs + j.of.outputs);
+    j->taken = taken;
+    if (of->type == IN_8_BITS)
+        j->rounded = rounded_at((char *)j->small + adapter_bytes(of, j->rows), j->rows, of->inputs);
+    const int64_t work = j->rows * of->rank * (of->slices * of->inputs + of->outputs);
     RELEASE_GIL
-    run_team(some_adapters, &j, &j.team, work < FEW ? NULL : workers);
+    run_team(some_adapters, j, &j->team, work < FEW ? NULL : j->workers);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 
 /* out [rows * each], table, rows, count, each: the table's number of each row, so many times */
-static PyObject *py_row_numbers(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[5];
-    if (!numbers(args, given, 5, n)) return NULL;
+static void row_numbers(int64_t *n) {
     int64_t *out = POINTER(n[0]);
     const int64_t *table = POINTER(n[1]), *rows = POINTER(n[2]);
     for (int64_t row = 0; row < n[3]; row++)
         for (int64_t i = 0; i < n[4]; i++) *out++ = table[rows[row]];
-    Py_RETURN_NONE;
 }
 
-#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
-PyMethodDef adapter_methods[] = {METHOD(adapters), METHOD(row_numbers), {NULL, NULL, 0, NULL}};
+Function adapter_functions[] = {
+    {"adapters", adapters, UP_TO(Adapters, team), sizeof(Adapters)},
+    {"row_numbers", row_numbers, 5},
+    {0},
+};

@@ -12,9 +12,7 @@ int64_t level_of(float logp) {
 
 /* survival (float32), mark; grade or 0, parent, alive (bytes), depth, rows; batch, nodes, dummy; seen, accepted
    (float32) */
-static PyObject *py_rank(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[12];
-    if (!numbers(args, given, 12, n)) return NULL;
+static void rank(int64_t *n) {
     float *survival = POINTER(n[0]);
     const float *seen = POINTER(n[10]), *accepted = POINTER(n[11]);
     int64_t *mark = POINTER(n[1]);
@@ -32,7 +30,6 @@ static PyObject *py_rank(PyObject *self, PyObject *const *args, Py_ssize_t given
             mark[i] = depth[i] + (mine / LEVELS << MARK_SOURCE) + ((int64_t)(survival[i] * MARK_ONE) << MARK_SURVIVAL);
             if (alive[i]) mark[i] |= MARK_VERIFIED;
         }
-    Py_RETURN_NONE;
 }
 
 /* The largest number from 1 on that at least `total` of the survivals reach, as the bits of a float (which are in the
@@ -49,9 +46,15 @@ static int32_t least_of(const int32_t *bits, int64_t size, int64_t total) {
     return low;
 }
 
+/* What `assign` is given. */
 typedef struct {
-    const int64_t *tokens, *path, *path_len, *positions, *slots, *prefix, *rows;                    /* of the nodes */
-    int64_t *ids_of, *positions_of, *slots_of, *rows_of, *prefix_of, *path_len_of, *path_of, width; /* of the queries */
+    const int32_t *survival; /* the bits of float32 */
+    const int64_t *mark, *tokens, *path, *path_len, *positions, *slots, *prefix, *rows; /* of the nodes */
+    int64_t batch, nodes, width, total, spare, dummy; /* width: of a path; spare: trees */
+    uint8_t *alive;
+    int64_t *marked, *place;
+    int64_t *ids_of, *positions_of, *slots_of, *rows_of, *prefix_of, *path_of, *path_len_of; /* of the queries */
+    int64_t *tree_rows, *tree_prefix, *starts;
 } Queries;
 
 static void take_query(const Queries *s, int64_t query, int64_t node, int64_t b) {
@@ -70,55 +73,27 @@ static void fill_query(const Queries *s, int64_t query, int64_t dummy) {
     memset(s->path_of + query * s->width, 0, (size_t)s->width * 8);
 }
 
-/* survival (float32), mark; tokens, path, path_len, positions, write_slots, prefix_len, rows; batch, nodes, width of a
-   path, total, spare trees, dummy; alive (bytes), mark, place; ids, positions, write_slots, rows, prefix_len, path,
-   path_len of the queries; rows, prefix_len, starts of the trees */
-static PyObject *py_assign(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[28];
-    if (!numbers(args, given, 28, n)) return NULL;
-    const int32_t *bits = POINTER(n[0]);
-    const int64_t *mark = POINTER(n[1]), batch = n[9], nodes = n[10], total = n[12], spare = n[13], dummy = n[14];
-    const Queries s = {.tokens = POINTER(n[2]),
-                       .path = POINTER(n[3]),
-                       .path_len = POINTER(n[4]),
-                       .positions = POINTER(n[5]),
-                       .slots = POINTER(n[6]),
-                       .prefix = POINTER(n[7]),
-                       .rows = POINTER(n[8]),
-                       .width = n[11],
-                       .ids_of = POINTER(n[18]),
-                       .positions_of = POINTER(n[19]),
-                       .slots_of = POINTER(n[20]),
-                       .rows_of = POINTER(n[21]),
-                       .prefix_of = POINTER(n[22]),
-                       .path_of = POINTER(n[23]),
-                       .path_len_of = POINTER(n[24])};
-    uint8_t *alive = POINTER(n[15]);
-    int64_t *marked = POINTER(n[16]), *place = POINTER(n[17]);
-    int64_t *rows = POINTER(n[25]), *prefix = POINTER(n[26]), *starts = POINTER(n[27]);
-    const int32_t least = least_of(bits, batch * nodes, total);
+static void assign(int64_t *n) {
+    const Queries *s = (const Queries *)n;
+    const int64_t nodes = s->nodes, total = s->total;
+    const int32_t *bits = s->survival, least = least_of(bits, s->batch * nodes, total);
     int64_t left = total, query = 0; /* left: for nodes that just reach it, the first ones */
-    for (int64_t i = 0; i < batch * nodes; i++) left -= bits[i] > least;
-    for (int64_t b = 0, i = 0; b < batch; b++) {
-        rows[b] = s.rows[b], prefix[b] = s.prefix[b], starts[b] = query;
+    for (int64_t i = 0; i < s->batch * nodes; i++) left -= bits[i] > least;
+    for (int64_t b = 0, i = 0; b < s->batch; b++) {
+        s->tree_rows[b] = s->rows[b], s->tree_prefix[b] = s->prefix[b], s->starts[b] = query;
         for (int64_t node = 0; node < nodes; node++, i++) {
-            alive[i] = bits[i] > least || (bits[i] == least && left-- > 0);
-            marked[i] = alive[i] ? mark[i] : mark[i] & ~(int64_t)MARK_VERIFIED;
-            place[i] = alive[i] ? query : 0;
-            if (alive[i]) take_query(&s, query++, i, b);
+            s->alive[i] = bits[i] > least || (bits[i] == least && left-- > 0);
+            s->marked[i] = s->alive[i] ? s->mark[i] : s->mark[i] & ~(int64_t)MARK_VERIFIED;
+            s->place[i] = s->alive[i] ? query : 0;
+            if (s->alive[i]) take_query(s, query++, i, b);
         }
     }
-    starts[batch] = query;
-    for (int64_t tree = batch; tree < batch + spare; tree++) {
-        rows[tree] = dummy, prefix[tree] = 0;
-        starts[tree + 1] = starts[tree] + nodes < total ? starts[tree] + nodes : total;
+    s->starts[s->batch] = query;
+    for (int64_t tree = s->batch; tree < s->batch + s->spare; tree++) {
+        s->tree_rows[tree] = s->dummy, s->tree_prefix[tree] = 0;
+        s->starts[tree + 1] = s->starts[tree] + nodes < total ? s->starts[tree] + nodes : total;
     }
-    for (; query < total; query++) fill_query(&s, query, dummy);
-    Py_RETURN_NONE;
+    for (; query < total; query++) fill_query(s, query, s->dummy);
 }
 
-PyMethodDef assign_methods[] = {
-    {"rank", (PyCFunction)(void (*)(void))py_rank, METH_FASTCALL, NULL},
-    {"assign", (PyCFunction)(void (*)(void))py_assign, METH_FASTCALL, NULL},
-    {NULL, NULL, 0, NULL},
-};
+Function assign_functions[] = {{"rank", rank, 12}, {"assign", assign, sizeof(Queries) / 8}, {0}};

@@ -67,17 +67,16 @@ typedef struct {
 } Reach;
 /* Of a query of a chunk. */
 INLINE int64_t keys_of(const Attention *a, const int64_t *span, int64_t query) {
-    return a->path_len ? a->path_len[span[1] + query] : span[2] + query + 1;
+    return a->batch.path_len ? a->batch.path_len[span[1] + query] : span[2] + query + 1;
 }
 static Reach reach_of(const Attention *a, const Plan *p, int64_t span, int64_t tile) {
-    const int64_t *spans = a->spans ? a->spans + 4 * span : NULL;
-    Reach r = {.first = tile * p->tile};
-    r.offset = spans ? spans[1] : a->starts ? a->starts[span] : span * a->nodes;
-    const int64_t length = spans ? spans[3] : a->starts ? a->starts[span + 1] - r.offset : a->nodes;
-    r.queries = least(length - r.first, p->tile);
+    const Item item = item_of(&a->batch, span);
+    Reach r = {.offset = item.first, .first = tile * p->tile};
+    r.queries = least(item.queries - r.first, p->tile);
     if (r.queries <= 0) return (Reach){0};
-    const int64_t fewest = (spans ? spans[2] + r.first : a->prefix[span]) + 1; /* keys of a query, at least */
-    const int64_t last = spans ? keys_of(a, spans, r.first + r.queries - 1) : fewest + a->depth - 1;
+    /* Keys of a query, at least: */
+    const int64_t fewest = (item.span ? item.span[2] + r.first : a->batch.prefix[span]) + 1;
+    const int64_t last = item.span ? keys_of(a, item.span, r.first + r.queries - 1) : fewest + a->batch.depth - 1;
     r.from = a->window ? most(fewest - a->window, 0) / CHUNK : 0;
     r.end = (last + CHUNK - 1) / CHUNK;
     return r;
@@ -92,7 +91,7 @@ typedef struct {
 } Cursor;
 static int is_stored(const Cursor *c) { return c->units > 1 || (c->units && c->plan.heads > 1); }
 static int next_tile(const Attention *a, Cursor *c) {
-    const int64_t parts = a->kv_heads / c->plan.heads, tiles = a->count * c->plan.tiles * parts;
+    const int64_t parts = a->kv_heads / c->plan.heads, tiles = a->batch.count * c->plan.tiles * parts;
     if (is_stored(c)) c->split++, c->stored += (c->reach.end - c->reach.from) * c->plan.heads;
     c->unit += c->units;
     if (++c->tile >= tiles) return 0;
@@ -107,7 +106,7 @@ static Cursor cursor_of(Plan plan) { return (Cursor){.plan = plan, .tile = -1}; 
 
 static int64_t chunks_of(const Attention *a, const Plan *p) {
     int64_t chunks = 0;
-    for (int64_t span = 0; span < a->count; span++)
+    for (int64_t span = 0; span < a->batch.count; span++)
         for (int64_t tile = 0; tile < p->tiles; tile++) {
             const Reach r = reach_of(a, p, span, tile);
             chunks += r.end - r.from;
@@ -120,13 +119,13 @@ static Plan plan_of(const Attention *a) {
     Plan p = {.tile = rows_of(a) / group};
     int64_t chunks;
     while (1) {
-        p.tiles = (a->nodes + p.tile - 1) / p.tile;
-        p.tile = (a->nodes + p.tiles - 1) / p.tiles; /* all alike */
+        p.tiles = (a->batch.nodes + p.tile - 1) / p.tile;
+        p.tile = (a->batch.nodes + p.tiles - 1) / p.tiles; /* all alike */
         chunks = chunks_of(a, &p);
         if (chunks >= wanted || p.tile * group <= FEW_ROWS || p.tile == 1) break;
         p.tile = (p.tile + 1) / 2;
     }
-    const int64_t fewest = most(2 * wanted, PREFETCH_CHUNKS * a->count * p.tiles); /* of a head */
+    const int64_t fewest = most(2 * wanted, PREFETCH_CHUNKS * a->batch.count * p.tiles); /* of a head */
     /* One head of keys lies in one piece by itself. Turns that fetch fewer lines than a chunk has would leave some out,
        which takes longer than not to prefetch. */
     const int64_t piece = a->parts * row_bytes(a);
@@ -165,21 +164,15 @@ static void stage_keys(const Tile *t, const char *const *at, int64_t count, cons
 static void score_block(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count) {
     (t->a->kv_type == INT8 ? score_block_8 : score_block_float)(t, from, end, scores, ld, count);
 }
-/* Scores, times `scale` for exp2, to cap * tanh(score / cap) as `cap_row` has it; before `low` they are anybody's. */
+/* Scores, times `scale` for exp2; before `low` they are anybody's. */
 static void cap_scores(float *s, int64_t low, int64_t count, float scale, float cap) {
     const float factor = 2.88539008f * scale / cap;
-    for (int64_t j = low / LANES * LANES; j < count; j += LANES) {
-        const vf x = loadf(s + j);
-        vf power = x * splat(factor);
-        power = select_f(above(power, splat(126.0f)), splat(126.0f), power);
-        const vf capped = cap - 2 * cap / (1.0f + exp2_16(power));
-        storef(s + j, select_f(at_least(x, splat(-INFINITY)), capped, x));
-    }
+    for (int64_t j = low / LANES * LANES; j < count; j += LANES) storef(s + j, soft_capped(loadf(s + j), cap, factor));
 }
 static float weigh(const Tile *t, float *scores, int64_t low, int64_t count, float *top) {
     if (t->a->cap) {
         const int half = t->a->kv_type == HALF;
-        cap_scores(scores, low, count, half ? t->scale : 1, t->a->cap * 1.44269504f);
+        cap_scores(scores, low, count, half ? t->scale : 1, (float)t->a->cap * 1.44269504f);
         return half ? softmax(scores, low, count, top, 1, 1) : softmax(scores, low, count, top, 1, 0);
     }
     if (t->a->kv_type == HALF) return softmax(scores, low, count, top, t->scale, 1);
@@ -319,7 +312,8 @@ static void finish(const Tile *t) {
 /* The cursor's tile with one of its heads of keys, over scratch of this thread. */
 static void prepare(Tile *t, const Attention *a, const Cursor *c, int64_t head_of_keys) {
     const Reach *reach = &c->reach;
-    const int64_t *spans = a->spans ? a->spans + 4 * c->span : NULL;
+    const Item item = item_of(&a->batch, c->span);
+    const int64_t *spans = item.span;
     const float scale = 1.44269504f / sqrtf((float)(a->scalar ? a->scalar : a->dim)); /* for exp2 */
     const float in_q = a->kv_type == HALF ? 1.0f : scale; /* what is in bfloat16 stays as it is */
     t->scale = scale;
@@ -328,13 +322,13 @@ static void prepare(Tile *t, const Attention *a, const Cursor *c, int64_t head_o
     t->queries = reach->queries;
     t->rows = t->queries * t->group;
     t->query = reach->offset + reach->first;
-    t->table = a->table + a->rows[spans ? spans[0] : c->span] * a->table_stride;
-    t->path = spans ? NULL : a->path + t->query * a->depth;
-    t->prefix = spans ? keys_of(a, spans, reach->first + t->queries - 1) : a->prefix[c->span];
+    t->table = item.table;
+    t->path = spans ? NULL : a->batch.path + t->query * a->batch.depth;
+    t->prefix = spans ? keys_of(a, spans, reach->first + t->queries - 1) : a->batch.prefix[c->span];
     t->end = 0;
     for (int64_t r = 0; r < t->rows; r++) {
         const int64_t i = r / t->group, head = t->head * t->group + r % t->group;
-        const int64_t count = spans ? keys_of(a, spans, reach->first + i) : t->prefix + a->path_len[t->query + i];
+        const int64_t count = spans ? keys_of(a, spans, reach->first + i) : t->prefix + a->batch.path_len[t->query + i];
         const int64_t own = spans ? spans[2] + reach->first + i + 1 : count; /* up to its own position */
         t->counts[r] = count;
         t->lows[r] = a->window && own > a->window ? own - a->window : 0;
@@ -504,70 +498,41 @@ static void some_units(void *data) {
 #define STORED (8 << 20)
 
 /* heads, kv_heads, dim, threads -> floats of scratch, zeros at first: tickets, each thread's, and what is stored */
-static PyObject *py_scratch_size(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[4];
-    if (!numbers(args, given, 4, n)) return NULL;
+static int64_t scratch_size(int64_t *n) {
     const Attention a = {.heads = n[0], .kv_heads = n[1], .dim = n[2], .padded = round_up(n[2], LANES)};
-    return PyLong_FromLongLong(2 * (TICKETS + n[3] * TAKEN) + n[3] * thread_floats(&a) + STORED);
+    return 2 * (TICKETS + n[3] * TAKEN) + n[3] * thread_floats(&a) + STORED;
 }
 
+static void lay_out(Attention *a) {
+    if (!a->values) a->values = a->dim;
+    a->padded = round_up(a->dim, LANES);
+    a->taken = a->tickets + TICKETS;
+    a->scratch = (float *)(a->taken + a->workers->most * TAKEN);
+    a->stored = a->scratch + a->workers->most * thread_floats(a);
+    a->stored_size = (float *)a->tickets + a->scratch_size - a->stored;
+}
 Attention attention_of(const int64_t *n) {
-    Attention a = {.out = POINTER(n[0]),
-                   .q = POINTER(n[1]),
-                   .kv = POINTER(n[2]),
-                   .q_stride = n[3],
-                   .heads = n[4],
-                   .kv_heads = n[5],
-                   .dim = n[6],
-                   .half = n[7],
-                   .kv_type = n[8],
-                   .rows = POINTER(n[9]),
-                   .table = POINTER(n[10]),
-                   .table_stride = n[11],
-                   .prefix = POINTER(n[12]),
-                   .path = POINTER(n[13]),
-                   .path_len = POINTER(n[14]),
-                   .spans = POINTER(n[15]),
-                   .starts = POINTER(n[16]),
-                   .count = n[17],
-                   .nodes = n[18],
-                   .depth = n[19],
-                   .tickets = POINTER(n[20]),
-                   .workers = POINTER(n[22]),
-                   .window = n[23],
-                   .sinks = POINTER(n[24]),
-                   .scalar = n[25],
-                   .parts = n[26],
-                   .values = n[27] ? n[27] : n[6]};
-    a.padded = round_up(a.dim, LANES);
-    a.taken = a.tickets + TICKETS;
-    a.scratch = (float *)(a.taken + a.workers->most * TAKEN);
-    a.stored = a.scratch + a.workers->most * thread_floats(&a);
-    a.stored_size = (float *)a.tickets + n[21] - a.stored;
+    Attention a = {0};
+    memcpy(&a, n, ATTENTION * sizeof *n);
+    lay_out(&a);
     return a;
 }
-static void attend(Attention *a) {
+static void attend(int64_t *n) {
+    Attention *a = (Attention *)n;
+    const Batch *b = &a->batch;
     int64_t pairs = 0; /* of queries and keys */
-    attend_anew(a);
-    for (int64_t i = 0; i < a->count; i++)
-        pairs += a->spans ? a->spans[4 * i + 3] * (a->spans[4 * i + 2] + a->spans[4 * i + 3] / 2)
-                          : a->nodes * (a->prefix[i] + a->depth / 2);
-    run(some_units, a, a->workers, pairs * a->heads * a->padded / 14000);
-}
-static PyObject *py_attend(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[ATTENTION];
-    if (!numbers(args, given - 1, ATTENTION, n)) return NULL;
-    Attention a = attention_of(n);
-    a.cap = (float)PyFloat_AsDouble(args[ATTENTION]);
-    if (PyErr_Occurred()) return NULL;
     RELEASE_GIL
-    attend(&a);
+    lay_out(a);
+    attend_anew(a);
+    for (int64_t i = 0; i < b->count; i++)
+        pairs += b->spans ? b->spans[4 * i + 3] * (b->spans[4 * i + 2] + b->spans[4 * i + 3] / 2)
+                          : b->nodes * (b->prefix[i] + b->depth / 2);
+    run(some_units, a, a->workers, pairs * a->heads * a->padded / 14000);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 
-PyMethodDef attention_methods[] = {
-    {"scratch_size", (PyCFunction)(void (*)(void))py_scratch_size, METH_FASTCALL, NULL},
-    {"attend", (PyCFunction)(void (*)(void))py_attend, METH_FASTCALL, NULL},
-    {NULL, NULL, 0, NULL},
+Function attention_functions[] = {
+    {"scratch_size", .count = scratch_size, .given = 4},
+    {"attend", attend, ATTENTION, sizeof(Attention), .doubles = 1},
+    {0},
 };

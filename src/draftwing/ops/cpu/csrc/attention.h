@@ -44,10 +44,6 @@
 #define VALUE_LINES 1
 #endif
 
-INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 /* What chunks of a tile come to: of each row its maximum (-inf: it has no key there), the sum of its weights, and of
    its values. */
 typedef struct {
@@ -152,7 +148,7 @@ INLINE const char *key_at(const Tile *t, int64_t entry) {
     const Attention *a = t->a;
     return (const char *)a->kv + (t->table[entry] * a->kv_heads + t->head) * a->parts * row_bytes(a);
 }
-INLINE const int64_t *path_of(const Tile *t, int64_t query) { return t->path + query * t->a->depth; }
+INLINE const int64_t *path_of(const Tile *t, int64_t query) { return t->path + query * t->a->batch.depth; }
 
 /* 2^x of x of about 0 or less, as `exp2_16` but with fused products; coarse: to 3e-6, for what becomes bfloat16. */
 INLINE pf exp2_part(pf x, const int coarse) {

@@ -140,11 +140,10 @@ void score_block_float(const Tile *t, int64_t from, int64_t end, float *scores, 
         const int64_t rows = (end - r + turns - turn - 1) / (turns - turn);
         const float *q = t->q + r * padded;
         float *to = scores + r * ld;
-#define CASE(n) \
-    if (rows == n && pairs) score_rows(t->prefetch, q, padded, t->keys, steps, to, ld, count, TWO, n); \
-    else if (rows == n) score_rows(t->prefetch, q, padded, t->keys, steps, to, ld, count, ONE, n);
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#undef CASE
+#define SCORE_ROWS(n) \
+    if (pairs) score_rows(t->prefetch, q, padded, t->keys, steps, to, ld, count, TWO, n); \
+    else score_rows(t->prefetch, q, padded, t->keys, steps, to, ld, count, ONE, n)
+        BY_ROWS(rows, SCORE_ROWS)
         r += rows;
     }
 }
@@ -248,16 +247,8 @@ static void value_sized(float *to, int64_t padded, const float *weights, const V
     if (v->kind == FLOATS) value_rows(to, padded, weights, v, from, end, FLOATS, ONE, n); \
     else if (HAS_PAIRS && v->kind == PAIRS) value_rows(to, padded, weights, v, from, end, PAIRS, TWO, n); \
     else if (HAS_PAIRS) value_rows(to, padded, weights, v, from, end, STAGED_PAIRS, TWO, n); \
-    else value_rows(to, padded, weights, v, from, end, HALVES, ONE, n);
-    switch (rows) {
-    case 1: KINDS(1) break;
-    case 2: KINDS(2) break;
-    case 3: KINDS(3) break;
-    case 4: KINDS(4) break;
-    case 5: KINDS(5) break;
-    default: KINDS(6)
-    }
-#undef KINDS
+    else value_rows(to, padded, weights, v, from, end, HALVES, ONE, n)
+    BY_ROWS(rows, KINDS)
 }
 /* One of a pair's positions; what the other has, which may be no number, is left out. */
 static void half_pair(float *to, int64_t padded, const float *weights, const Values *v, int64_t pair, uint32_t half) {

@@ -149,12 +149,8 @@ void score_block_8(const Tile *t, int64_t from, int64_t end, float *scores, int6
     for (int64_t turn = 0, r = from; turn < turns; turn++) {
         const int64_t rows = (end - r + turns - turn - 1) / (turns - turn);
         float *to = scores + r * ld;
-        if (rows == 6) score_rows(t, r, to, ld, count, 6);
-        else if (rows == 5) score_rows(t, r, to, ld, count, 5);
-        else if (rows == 4) score_rows(t, r, to, ld, count, 4);
-        else if (rows == 3) score_rows(t, r, to, ld, count, 3);
-        else if (rows == 2) score_rows(t, r, to, ld, count, 2);
-        else score_rows(t, r, to, ld, count, 1);
+#define SCORE_ROWS(n) score_rows(t, r, to, ld, count, n)
+        BY_ROWS(rows, SCORE_ROWS)
         r += rows;
     }
 }
@@ -281,12 +277,8 @@ void add_values_8(const Tile *t, const char *const *at, const char *const *after
             const int64_t rows = (last - row + turns - turn - 1) / (turns - turn);
             int32_t *to = (int32_t *)t->part.values + row * padded;
             const int16_t *codes = (const int16_t *)(t->scores + row * LD) + (block - chunk);
-            if (rows == 6) value_rows(to, padded, codes, staged, pairs, 6);
-            else if (rows == 5) value_rows(to, padded, codes, staged, pairs, 5);
-            else if (rows == 4) value_rows(to, padded, codes, staged, pairs, 4);
-            else if (rows == 3) value_rows(to, padded, codes, staged, pairs, 3);
-            else if (rows == 2) value_rows(to, padded, codes, staged, pairs, 2);
-            else value_rows(to, padded, codes, staged, pairs, 1);
+#define VALUE_ROWS(n) value_rows(to, padded, codes, staged, pairs, n)
+            BY_ROWS(rows, VALUE_ROWS)
             row += rows;
         }
     }

@@ -194,31 +194,15 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
                              float (*sums)[PANEL_OUTPUTS]) {                                 \
         panel_of(type, x, at, row, rows, sums);                                              \
     }
-OF_TYPE(Q4_0)
-OF_TYPE(Q4_1)
-OF_TYPE(Q5_0)
-OF_TYPE(Q5_1)
-OF_TYPE(Q8_0)
-OF_TYPE(Q4_K)
-OF_TYPE(Q5_K)
-OF_TYPE(Q6_K)
-OF_TYPE(MXFP4)
+EACH_TYPE(OF_TYPE)
 void panel_8_bits(const Rounded *x, const uint8_t *at, int64_t row, int64_t rows, float (*sums)[PANEL_OUTPUTS]) {
     panel_Q8_0(x, at, row, rows, sums);
 }
 static void panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
                   float (*sums)[PANEL_OUTPUTS]) {
-    switch (type) {
-    case Q4_0: panel_Q4_0(x, at, row, rows, sums); break;
-    case Q4_1: panel_Q4_1(x, at, row, rows, sums); break;
-    case Q5_0: panel_Q5_0(x, at, row, rows, sums); break;
-    case Q5_1: panel_Q5_1(x, at, row, rows, sums); break;
-    case Q8_0: panel_Q8_0(x, at, row, rows, sums); break;
-    case Q4_K: panel_Q4_K(x, at, row, rows, sums); break;
-    case Q5_K: panel_Q5_K(x, at, row, rows, sums); break;
-    case Q6_K: panel_Q6_K(x, at, row, rows, sums); break;
-    case MXFP4: panel_MXFP4(x, at, row, rows, sums); break;
-    }
+#define PANEL_CASE(type) \
+    case type: panel_##type(x, at, row, rows, sums); break;
+    switch (type) { EACH_TYPE(PANEL_CASE) }
 }
 
 /* -- rows in 8 bits -------------------------------------------------------------------------------------------------- */
@@ -319,22 +303,18 @@ static void some_blocks(void *data) {
 
 /* out [rows, outputs], x [rows, inputs], residual [rows, outputs] or 0, rows; of the GEMM: 0, bias [outputs] or 0,
    inputs, outputs, 0, blocks; half, outputs that must not be shared (all, or 16), spare [rounded_size], workers */
-PyObject *py_block_gemm(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[8 + GEMM];
-    if (!numbers(args, given, 8 + GEMM, n)) return NULL;
+static void block_gemm(int64_t *n) {
     const int64_t *more = n + 4 + GEMM;
     Workers *workers = POINTER(more[3]);
     int64_t taken[workers->most * TAKEN];
     memset(taken, 0, sizeof taken);
     BlockCall job = {.product = product_of(n + 4, more[0]), .unit = more[1], .taken = taken};
     Product *p = &job.product;
-    p->out = POINTER(n[0]);
-    p->x = POINTER(n[1]);
-    p->residual = POINTER(n[2]);
-    p->rows = n[3];
+    p->out = POINTER(n[0]), p->x = POINTER(n[1]), p->residual = POINTER(n[2]), p->rows = n[3];
     p->rounded = rounded_at(POINTER(more[2]), p->rows, p->inputs);
     RELEASE_GIL
     run_team(some_blocks, &job, &job.team, p->rows * p->inputs * p->outputs < SMALL ? NULL : workers);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
+
+Function block_gemm_functions[] = {{"block_gemm", block_gemm, 8 + GEMM}, {0}};

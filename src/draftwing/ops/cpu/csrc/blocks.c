@@ -80,10 +80,11 @@ INLINE Values values_of(const int64_t type, const uint8_t *at, int64_t j) {
 /* -- to panels ----------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    Team team;
-    const uint8_t *from;
     uint8_t *to;
+    const uint8_t *from; /* rows as GGUF stores them */
     int64_t type, rows, inputs;
+    Workers *workers;
+    Team team;
 } Packing;
 
 INLINE void put_block(Kind k, uint8_t *to, const Values *v, int64_t output) {
@@ -129,43 +130,27 @@ INLINE void pack_panel(const int64_t type, const Packing *j, int64_t panel) {
         }
     }
 }
-#define EACH_TYPE(CALL)           \
-    case Q4_0: CALL(Q4_0); break; \
-    case Q4_1: CALL(Q4_1); break; \
-    case Q5_0: CALL(Q5_0); break; \
-    case Q5_1: CALL(Q5_1); break; \
-    case Q8_0: CALL(Q8_0); break; \
-    case Q4_K: CALL(Q4_K); break; \
-    case Q5_K: CALL(Q5_K); break; \
-    case Q6_K: CALL(Q6_K); break; \
-    case MXFP4: CALL(MXFP4); break;
-
 static void some_panels(void *data) {
     Packing *j = data;
     const Member me = join(&j->team);
     const int64_t panels = (j->rows + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
     for (int64_t i = share(&me, panels, 0); i < share(&me, panels, 1); i++) {
-#define PACK(type) pack_panel(type, j, i)
+#define PACK(type) \
+    case type: pack_panel(type, j, i); break;
         switch (j->type) { EACH_TYPE(PACK) }
     }
 }
 
-/* to, from (rows as GGUF stores them), type, rows, inputs, workers */
-PyObject *py_block_pack(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[6];
-    if (!numbers(args, given, 6, n)) return NULL;
-    Packing job = {.to = POINTER(n[0]), .from = POINTER(n[1]), .type = n[2], .rows = n[3], .inputs = n[4]};
+static void block_pack(int64_t *n) {
+    Packing *j = (Packing *)n;
     RELEASE_GIL
-    run_team(some_panels, &job, &job.team, POINTER(n[5]));
+    run_team(some_panels, j, &j->team, j->workers);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 /* type, inputs -> bytes of a panel; 0: no such type */
-PyObject *py_panel_bytes(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[2];
-    if (!numbers(args, given, 2, n)) return NULL;
+static int64_t known_panel_bytes(int64_t *n) {
     const Kind k = kind_of(n[0]);
-    return PyLong_FromLongLong(k.stored ? panel_bytes(k, n[1]) : 0);
+    return k.stored ? panel_bytes(k, n[1]) : 0;
 }
 
 /* -- single rows as floats ----------------------------------------------------------------------------------------- */
@@ -202,9 +187,7 @@ static void floats_of(float *to, Part part, int64_t output, int64_t inputs) {
 }
 
 /* out [count, inputs] float, ids, blocks (as `Product.blocks`), inputs, count. An id that is no output gives zeros. */
-PyObject *py_block_rows(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[5];
-    if (!numbers(args, given, 5, n)) return NULL;
+static void block_rows(int64_t *n) {
     const int64_t *ids = POINTER(n[1]), *blocks = POINTER(n[2]), inputs = n[3];
     for (int64_t i = 0; i < n[4]; i++) {
         float *to = (float *)POINTER(n[0]) + i * inputs;
@@ -215,7 +198,6 @@ PyObject *py_block_rows(PyObject *self, PyObject *const *args, Py_ssize_t given)
                 floats_of(to, part, ids[i] - part.first, inputs);
         }
     }
-    Py_RETURN_NONE;
 }
 
 /* -- floats to blocks ---------------------------------------------------------------------------------------------- */
@@ -344,10 +326,11 @@ static void to_q4_k(uint8_t *to, const float *x) {
 }
 
 typedef struct {
-    Team team;
     uint8_t *to;
     const float *from;
-    int64_t type, blocks; /* or super-blocks */
+    int64_t type, blocks; /* Q8_0, Q4_0, Q4_K; or super-blocks */
+    Workers *workers;
+    Team team;
 } Quantizing;
 static void some_blocks(void *data) {
     Quantizing *j = data;
@@ -363,13 +346,17 @@ static void some_blocks(void *data) {
         else to_q4_k(to, from);
     }
 }
-/* to, from (float), type (Q8_0, Q4_0, Q4_K), blocks or super-blocks, workers */
-PyObject *py_block_quantize(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[5];
-    if (!numbers(args, given, 5, n)) return NULL;
-    Quantizing job = {.to = POINTER(n[0]), .from = POINTER(n[1]), .type = n[2], .blocks = n[3]};
+static void block_quantize(int64_t *n) {
+    Quantizing *j = (Quantizing *)n;
     RELEASE_GIL
-    run_team(some_blocks, &job, &job.team, POINTER(n[4]));
+    run_team(some_blocks, j, &j->team, j->workers);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
+
+Function block_functions[] = {
+    {"block_pack", block_pack, UP_TO(Packing, team), sizeof(Packing)},
+    {"block_quantize", block_quantize, UP_TO(Quantizing, team), sizeof(Quantizing)},
+    {"block_rows", block_rows, 5},
+    {"panel_bytes", .count = known_panel_bytes, .given = 2},
+    {0},
+};

@@ -20,6 +20,7 @@
 #define PANEL_OUTPUTS 16
 
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, MXFP4 = 39 }; /* GGML's numbers */
+#define EACH_TYPE(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(MXFP4)
 
 typedef struct {
     int wide;   /* whether q is stored in 8 bits; else in 4 and `high` more */

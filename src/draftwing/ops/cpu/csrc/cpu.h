@@ -12,6 +12,7 @@
 #define _GNU_SOURCE
 #include <Python.h>
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -110,6 +111,17 @@ INLINE vf widen(vh h) {
     EACH_REGISTER to.bits[c] = wider(from.parts[c]) << 16;
     return to.f;
 }
+
+/* DO(rows), of 1 to 6 rows as a constant: registers have room for the sums of so many. */
+#define BY_ROWS(rows, DO) \
+    switch (rows) { \
+    case 1: DO(1); break; \
+    case 2: DO(2); break; \
+    case 3: DO(3); break; \
+    case 4: DO(4); break; \
+    case 5: DO(5); break; \
+    default: DO(6); \
+    }
 
 /* To bfloat16, to the nearest and to even. */
 INLINE vh narrow(vf v) {
@@ -273,11 +285,26 @@ INLINE vf log16(vf x) {
     return (p + 2.0f * s) + power * 0.693145752f;
 }
 
-/* What is no number does not stay so. */
-INLINE vf sigmoid(vf x) {
-    const vf power = x * splat(-1.44269504f);
-    return 1.0f / (1.0f + exp2_16(select_f(above(power, splat(126.0f)), splat(126.0f), power)));
+/* x / (1 + 2^power). A power that is no number does not stay so. */
+INLINE vf over_exp2(vf x, vf power) {
+    return x / (1.0f + exp2_16(select_f(above(power, splat(126.0f)), splat(126.0f), power)));
 }
+INLINE vf sigmoid(vf x) { return over_exp2(splat(1.0f), x * splat(-1.44269504f)); }
+INLINE vf silu(vf x) { return over_exp2(x, x * splat(-1.44269504f)); }
+INLINE vf gelu_by_tanh(vf x) { return over_exp2(x, x * (splat(-2.30220819f) - x * x * splat(0.102943240f))); }
+/* cap * tanh(x / cap) = cap - 2 * cap / (1 + exp(2x / cap)); factor: 2 log2(e) / cap. What is no number stays so. */
+INLINE vf soft_capped(vf x, float cap, float factor) {
+    return select_f(at_least(x, splat(-INFINITY)), cap - over_exp2(splat(2 * cap), x * splat(factor)), x);
+}
+/* The largest lane. */
+INLINE float top_lane(vf v) {
+    float top = v[0];
+    for (int l = 1; l < LANES; l++) top = v[l] > top ? v[l] : top;
+    return top;
+}
+INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* -- threads ------------------------------------------------------------------------------------------------------ */
 
@@ -375,17 +402,29 @@ HIDDEN void take_gil(PyThreadState *released);
         take_gil(released); \
     }
 
-/* -- the module: pointers and sizes as integers, unchecked; the classes of ops/cpu know the tensors ------------------ */
+/* -- the module: module.c ------------------------------------------------------------------------------------------- */
 
-INLINE int64_t *numbers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, int64_t *to) {
-    if (given != wanted) {
-        PyErr_Format(PyExc_TypeError, "expected %zd integers, found %zd", wanted, given);
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < given; i++) to[i] = PyLong_AsLongLong(args[i]);
-    return PyErr_Occurred() ? NULL : to;
-}
+/* A function of the module. Python gives pointers and sizes as integers, unchecked: the classes of ops/cpu know the
+   tensors. Doubles may follow them. All come one after the other in memory whose rest is zeros, so a struct that begins
+   with such fields is made of them. */
+typedef struct {
+    const char *name;
+    void (*call)(int64_t *n);     /* NULL: `count` */
+    int64_t given, size;          /* integers; bytes of the memory, 0: what is given has room */
+    int64_t doubles, more;        /* behind the integers; integers behind these, all of which may be left out */
+    int64_t (*count)(int64_t *n); /* returns an integer; others return None */
+    PyMethodDef method;           /* of the module, which fills it in */
+} Function;
+#define UP_TO(type, field) (int64_t)(offsetof(type, field) / sizeof(int64_t)) /* fields before it, each of 8 bytes */
 #define POINTER(x) ((void *)(intptr_t)(x))
+HIDDEN const Function *function_of(PyObject *function); /* NULL: it is none of the module's */
+HIDDEN extern Function row_functions[], layer_functions[], expert_functions[], product_functions[],
+    block_gemm_functions[], block_functions[], sampling_functions[], edit_functions[], simulate_functions[],
+    tree_functions[], assign_functions[], ngram_functions[], suffix_functions[], merge_functions[], head_functions[],
+    pair_functions[], delta_functions[], conv_functions[], attention_functions[], latent_functions[],
+    adapter_functions[], index_functions[];
+HIDDEN PyObject *py_replay(PyObject *self, PyObject *const *args, Py_ssize_t given);       /* replay.c */
+HIDDEN PyObject *py_cpu_features(PyObject *self, PyObject *const *args, Py_ssize_t given); /* features.c */
 
 /* -- rows in 8 bits: block_gemm.c ------------------------------------------------------------------------------------ */
 
@@ -413,50 +452,77 @@ HIDDEN void round_row(char *to, const float *x, int64_t dim);
 
 /* -- what lies between the products: cpu.c ------------------------------------------------------------------------- */
 
+/* Up to eps, what `rope_write` is given. */
 typedef struct Rows {
-    void (*row)(const struct Rows *, int64_t);
-    int64_t rows, next, size, heads, kv_heads, dim, stride, rope_stride, half, kv_type;
-    int64_t wide; /* weights of norms are floats beside bfloat16 */
-    int64_t gelu; /* in place of silu, or without a gate: 1 by tanh, 2 as it is */
-    int64_t centred;    /* whether the mean is taken from what is normed */
-    int64_t after;      /* whether heads of q and k are normed when they are turned, not before */
-    int64_t v_norm;     /* whether heads of values are normed, too, without weights */
-    double eps, cap, scale;
-    void *out, *kv;
-    const void *x, *y, *weight, *cos, *sin, *q_norm, *k_norm; /* y, weight, q_norm, k_norm: NULL where there is none */
+    void *out, *kv; /* out: also the rows [q, k, v] that are turned */
     const int64_t *slots;
+    const void *cos, *sin;
+    int64_t rows, heads, kv_heads, dim, stride, rope_stride, half, kv_type; /* strides: of q, k, v; of cos and sin */
+    const void *q_norm, *k_norm; /* NULL where there is none */
+    Workers *workers;
+    int64_t wide;   /* weights of norms are floats beside bfloat16 */
+    int64_t v_norm; /* whether heads of values are normed, too, without weights */
+    int64_t after;  /* whether heads of q and k are normed when they are turned, not before */
+    double eps, cap, scale;
+    void (*row)(const struct Rows *, int64_t);
+    int64_t next, size;
+    int64_t gelu;    /* in place of silu, or without a gate: 1 by tanh, 2 as it is */
+    int64_t centred; /* whether the mean is taken from what is normed */
+    const void *x, *y, *weight; /* y, weight: NULL where there is none */
 } Rows;
 /* Of row i: all of it, elements, or heads [from, to). */
 HIDDEN void norm_part(const Rows *r, int64_t i);
 HIDDEN void silu_part(const Rows *r, int64_t i, int64_t from, int64_t to);
+HIDDEN void ungated_part(const Rows *r, int64_t i, int64_t from, int64_t to);
 HIDDEN void rope_part(const Rows *r, int64_t i, int64_t from, int64_t to);
 
 /* -- attention.c ---------------------------------------------------------------------------------------------------- */
 
+/* What a forward's queries are, and what they attend to: `who` of ops/attention/cpu.py. */
 typedef struct {
-    const void *q, *kv;
+    const int64_t *rows, *table; /* of items; page tables of all rows, table_stride apart */
+    int64_t table_stride;
+    const int64_t *prefix, *path, *path_len; /* of trees; of chunks path_len: keys of each query, NULL: up to its own */
+    const int64_t *spans;                    /* row, offset, start, length of each chunk; NULL: items are trees */
+    const int64_t *starts;       /* of trees with different numbers of queries: their first ones, or NULL */
+    int64_t count, nodes, depth; /* of items; queries of a tree, or of the longest span; of paths */
+} Batch;
+/* A chunk or tree of it: its queries, and the page table of its row. */
+typedef struct {
+    const int64_t *span, *table; /* span: NULL of a tree */
+    int64_t row, first, queries;
+} Item;
+INLINE Item item_of(const Batch *b, int64_t number) {
+    Item i = {.span = b->spans ? b->spans + 4 * number : NULL};
+    i.row = b->rows[i.span ? i.span[0] : number];
+    i.table = b->table + i.row * b->table_stride;
+    i.first = i.span ? i.span[1] : b->starts ? b->starts[number] : number * b->nodes;
+    i.queries = i.span ? i.span[3] : b->starts ? b->starts[number + 1] - i.first : b->nodes;
+    return i;
+}
+
+/* Up to `values`, what `attend` is given. */
+typedef struct {
     void *out;
-    const int64_t *rows, *table, *prefix, *path, *path_len, *spans; /* spans: row, offset, start, length; trees: NULL */
-    const int64_t *starts; /* of trees with different numbers of queries: their first ones, or NULL */
-    int64_t count, nodes, depth, table_stride, q_stride, heads, kv_heads, dim, half, kv_type; /* half: of q and out */
+    const void *q, *kv;
+    int64_t q_stride, heads, kv_heads, dim, half, kv_type; /* half: of q and out */
+    Batch batch;
+    int64_t *tickets; /* all scratch begins here; of tiles in several units: how many of these have ended */
+    int64_t scratch_size;
     Workers *workers;
-    int64_t window, scalar; /* as `AttentionKind` has them */
-    int64_t parts;          /* of what a head keeps: 2, key and value; 1: its value is its key */
-    int64_t values;         /* elements of a value that come out, from the first on: dim or fewer */
-    float cap;              /* of scores, 0: there is none */
-    const float *sinks;     /* of heads, or NULL */
-    const Rounded *rounded; /* where what comes out is rounded to 8 bits, too, or NULL */
-    int64_t padded;         /* dim up to 16s */
-    int64_t *tickets;       /* of tiles in several units: how many of these have ended */
+    int64_t window;     /* this, sinks and scalar: as `AttentionKind` has them */
+    const float *sinks; /* of heads, or NULL */
+    int64_t scalar;
+    int64_t parts;  /* of what a head keeps: 2, key and value; 1: its value is its key */
+    int64_t values; /* elements of a value that come out, from the first on: dim or fewer; given 0: dim */
+    double cap;     /* of scores, 0: there is none */
+    const Rounded *rounded;  /* where what comes out is rounded to 8 bits, too, or NULL */
+    int64_t padded;          /* dim up to 16s */
     float *scratch, *stored; /* of threads; what chunks of these tiles have */
     int64_t stored_size, worker;
     int64_t *taken; /* of each thread's units: see `Shares` */
 } Attention;
-/* From out, q, kv, stride of q, heads, kv_heads, dim, half, type of kv, rows of the table, table, its stride,
-   prefix_len, path, path_len (of spans: keys of each query, 0: those up to its own), spans, starts, count of rows or
-   spans, nodes or length of the longest span, depth,
-   scratch, its size, workers; window, sinks or 0, scalar: as `AttentionKind` has them; parts; values, 0: dim. */
-#define ATTENTION 28
+#define ATTENTION UP_TO(Attention, cap)
 HIDDEN Attention attention_of(const int64_t *numbers);
 /* Attends until nothing is left to take, in thread `thread` of those that share `taken`. */
 HIDDEN void attend_units(const Attention *a, int64_t thread, Ahead *next);
@@ -464,45 +530,39 @@ HIDDEN void attend_anew(const Attention *a); /* before units are taken, while no
 
 /* -- products: gemm.c (few rows, weights in bfloat16), block_gemm.c (weights in blocks) ------------------------------- */
 
+/* Up to `blocks` the numbers of a GEMM. */
 typedef struct {
-    const void *x, *weight, *bias, *residual; /* bias, residual: or NULL */
+    const void *weight, *bias;      /* bias: or NULL */
+    int64_t inputs, outputs, block; /* block: inputs that are summed together, of bfloat16 */
+    const int64_t *blocks;          /* the parts of a weight in blocks (blocks.h); NULL: it is in bfloat16 */
+    const void *x, *residual;       /* residual: or NULL */
     void *out;
-    const int64_t *blocks;                /* the parts of a weight in blocks (blocks.h); NULL: it is in bfloat16 */
-    Rounded rounded;                      /* x, where the weight is in blocks */
-    int64_t rows, inputs, outputs, block; /* block: inputs that are summed together, of bfloat16 */
-    int64_t half, shares, next;           /* half: of x, bias, residual and out */
+    Rounded rounded;                  /* x, where the weight is in blocks */
+    int64_t rows, half, shares, next; /* half: of x, bias, residual and out */
 } Product;
 /* Outputs [from, to): multiples of 32, of a weight in blocks of 16 */
 HIDDEN void multiply_part(const Product *p, int64_t from, int64_t to);
 HIDDEN void multiply_blocks(const Product *p, int64_t from, int64_t to);
 HIDDEN extern const int has_product; /* whether this CPU can, with weights in bfloat16 */
-HIDDEN PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given);
-HIDDEN PyObject *py_block_gemm(PyObject *self, PyObject *const *args, Py_ssize_t given);
 #define SMALL (1 << 18) /* multiplications, some 3 us: a GEMM in blocks with fewer is one thread's; not swept */
 
-/* In blocks.c. */
-HIDDEN PyObject *py_block_pack(PyObject *self, PyObject *const *args, Py_ssize_t given);
-HIDDEN PyObject *py_block_quantize(PyObject *self, PyObject *const *args, Py_ssize_t given);
-HIDDEN PyObject *py_block_rows(PyObject *self, PyObject *const *args, Py_ssize_t given);
-HIDDEN PyObject *py_panel_bytes(PyObject *self, PyObject *const *args, Py_ssize_t given);
-
 /* In layer.c. */
-#define GEMM 6 /* weight, bias, inputs, outputs, block, blocks */
+#define GEMM UP_TO(Product, x)
 HIDDEN Product product_of(const int64_t *numbers, int64_t half);
 /* Outputs of a GEMM; the weight of these, or as much of its beginning as a cache has room for. */
 typedef struct {
     int64_t from, to;
 } Range;
 HIDDEN Ahead weight_of(const Product *p, Range outputs);
-HIDDEN PyObject *py_layers_spare(PyObject *self, PyObject *const *args, Py_ssize_t given);
-HIDDEN PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
-/* In adapters.c and adapters_8.c. Numbers of a matrix: see `adapted_of`; NULL: it has no adapters. */
+/* In adapters.c and adapters_8.c. Of a matrix, as `AdapterWeights` gives its numbers; functions take NULL where it has no
+   adapters. */
 enum { IN_FLOAT, IN_HALF, IN_8_BITS };
 typedef struct {
     const void *down, *up; /* [S, slices, rank, inputs], [S, rank, outputs]; in 8 bits see adapters_8.c */
-    const int64_t *ranks, *ends; /* [S, slices]; [slices] */
-    const float *scales; /* [S, slices] */
+    const int64_t *ranks;  /* [S, slices] */
+    const float *scales;   /* [S, slices] */
+    const int64_t *ends;   /* [slices] */
     int64_t slices, rank, type, inputs, outputs; /* type: of factors; in 8 bits rank is a multiple of 16 */
 } Adapted;
 /* Rows that adapters may change, and what lies between the two products: [rows, slices, rank] of floats, or `Sixteen`s
@@ -514,11 +574,11 @@ typedef struct {
     void *between;
     int64_t rows, half; /* half: whether x and y are in bfloat16 */
 } Adapting;
-HIDDEN int64_t adapter_bytes(const int64_t *numbers, int64_t rows); /* of `between` */
-HIDDEN int64_t adapter_units(const int64_t *numbers); /* of the first product */
-HIDDEN void adapter_down(const int64_t *numbers, const Adapting *a, int64_t unit);
+HIDDEN int64_t adapter_bytes(const Adapted *a, int64_t rows); /* of `between` */
+HIDDEN int64_t adapter_units(const Adapted *a);               /* of the first product */
+HIDDEN void adapter_down(const Adapted *a, const Adapting *of, int64_t unit);
 /* y [rows, outputs], of which outputs [from, to): multiples of 16 */
-HIDDEN void adapter_up(const int64_t *numbers, const Adapting *a, void *y, int64_t from, int64_t to);
+HIDDEN void adapter_up(const Adapted *a, const Adapting *of, void *y, int64_t from, int64_t to);
 
 /* A row's 16 sums in 8 bits, as far from the next one's as `dots` wants it. */
 typedef struct {
@@ -538,27 +598,30 @@ HIDDEN void up_8_bits(const Adapted *a, const int64_t *slots, const Sixteen *sma
 
 /* In replay.c. */
 HIDDEN Ahead weight_ahead(const int64_t *gemm, const Member *me); /* what a thread reads of a weight in blocks */
-HIDDEN PyObject *py_replay(PyObject *self, PyObject *const *args, Py_ssize_t given);
-
-/* In experts.c. */
-HIDDEN PyObject *py_experts_spare(PyObject *self, PyObject *const *args, Py_ssize_t given);
-HIDDEN PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t given);
-
-/* In features.c. */
-HIDDEN PyObject *py_cpu_features(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* -- penalties and biases: edits.c ------------------------------------------------------------------------------------- */
 
 /* Of the row table, and of a batch of draft trees. Rows of a batch are b, rows of the table rows[b]. Of the logits'
    tokens those in [from, to) are edited; draft_ids: where logits have each token, or NULL: under its own number. */
 typedef struct {
-    const int64_t *rows, *text, *prompt_len, *bias_ids; /* [batch]; [R, length]; [R]; [R, biases], padded with value 0 */
-    const float *penalties, *bias_values; /* [R, 3]: frequency, presence, repetition; [R, biases] */
-    const int64_t *tokens, *path, *path_len; /* [batch, nodes], and of paths [batch, nodes, width] */
-    const int64_t *draft_ids, *kv_len; /* of drafts; kv_len [R] */
+    const int64_t *rows, *text; /* [batch]; [R, length] */
+    int64_t length;
+    const int64_t *prompt_len;
+    const float *penalties;   /* [R, 3]: frequency, presence, repetition */
+    const int64_t *bias_ids;  /* [R, biases], padded with value 0 */
+    const float *bias_values; /* [R, biases] */
+    int64_t biases;
+    const int64_t *tokens; /* [batch, nodes], and of paths [batch, nodes, width] */
+    int64_t nodes;
+    const int64_t *path;
+    int64_t width;
+    const int64_t *path_len;
     const float *costs; /* [R, longest + 1]: of repetitions of so many tokens, longest < 64 */
-    int64_t length, biases, nodes, width, from, to, longest;
+    int64_t longest;
+    const int64_t *draft_ids, *kv_len; /* of drafts; kv_len [R] */
+    int64_t from, to;
 } Edits;
+#define EDITS UP_TO(Edits, draft_ids) /* of the target's trees */
 typedef struct {
     float factor, delta;
 } Edit;
@@ -585,8 +648,6 @@ HIDDEN Edits draft_edits_of(const int64_t *n);
    used. */
 HIDDEN void edit_logits(const Edits *e, int64_t b, void *logits, int64_t nodes, int64_t stride, int half,
                         int32_t *counts, int32_t *found);
-HIDDEN PyObject *py_edit_logits(PyObject *self, PyObject *const *args, Py_ssize_t given);
-HIDDEN PyObject *py_descend(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* Two words for a seed and a position: ops/noise/spec.py. */
 typedef struct {
@@ -599,17 +660,6 @@ INLINE Key key_of(int64_t seed, int64_t position) {
     key ^= key >> 31;
     return (Key){{(uint32_t)key, (uint32_t)(key >> 32)}};
 }
-
-/* In sampling.c. */
-HIDDEN PyObject *py_sampling_rows(PyObject *self, PyObject *const *args, Py_ssize_t given);
-HIDDEN PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given);
-HIDDEN PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t given);
-HIDDEN PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given);
-HIDDEN PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given);
-HIDDEN PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given);
-
-/* In simulate.c. */
-HIDDEN PyObject *py_simulate(PyObject *self, PyObject *const *args, Py_ssize_t given);
 
 /* A node's mark and grade, and what is known of grades: as in core.py and ops/assign/spec.py. */
 #define MARK_DEPTH 0xFF
@@ -626,8 +676,3 @@ enum { OTHER, MODEL, LOOKUP };
 INLINE int64_t cell_of(int64_t grade, int64_t depth) { return grade * DEPTHS + (depth < DEPTHS ? depth : DEPTHS - 1); }
 HIDDEN int64_t level_of(float logp); /* in assign.c */
 
-/* What tree.c, assign.c, ngram.c, suffix.c, merge.c, heads.c, pairs.c, delta_net.c, short_conv.c, attention.c, latent.c
-   adapters.c and indexer.c add to the module. */
-HIDDEN extern PyMethodDef tree_methods[], assign_methods[], ngram_methods[], suffix_methods[], merge_methods[],
-    head_methods[], pair_methods[], delta_methods[], conv_methods[], attention_methods[], latent_methods[],
-    adapter_methods[], index_methods[];

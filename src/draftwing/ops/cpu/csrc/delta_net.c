@@ -45,24 +45,29 @@ typedef struct {
     int64_t save;                /* another state slot that this goes to, or -1 */
 } Token;
 
+/* Up to the batch, what `delta_scratch` is given, and up to eps `delta_net`. */
 typedef struct {
+    int64_t key_heads, value_heads, key_dim, value_dim, width, tiled, corrects; /* width: of the convolution */
+    int64_t by_channel;         /* whether g is of channels */
+    int64_t nodes, group, half; /* group: value heads of a unit, of one key head */
+    Workers *workers;
+    Batch batch;
+    const int64_t *slots;
+    const int64_t *saves; /* of each chunk where its pairs of (tokens, state slot) begin, where the last ones end; these */
     void *out;
     const void *qkv, *z, *b, *a;
-    int64_t qkv_stride, z_stride, b_stride, a_stride, half;
-    int64_t key_heads, value_heads, key_dim, value_dim, width, tiled, corrects; /* width: of the convolution */
+    int64_t qkv_stride, z_stride, b_stride, a_stride;
     const float *conv, *decay, *dt_bias, *norm, *conv_bias, *skip;
-    float *state, *gates;
+    float *state;
     char *windows, *inputs; /* `LayerStates.conv` and `.inputs` */
+    float *gates;
     const int64_t *read, *write, *page, *length;
-    int64_t *node_slots, nodes;
-    const int64_t *rows, *table, *prefix, *path, *path_len, *spans, *starts, *slots, *saves; /* as in `Attention` */
-    int64_t table_stride, count, longest, depth;
+    int64_t *node_slots;
     char *scratch;
-    Workers *workers;
-    int64_t scratch_size, group; /* group: value heads of a unit, of one key head */
-    float eps;
+    int64_t scratch_size, queries; /* scratch_size: of a thread */
+    double eps;
     int64_t channels, bytes, pieces, next, worker; /* bytes: of an input; pieces: of an item's units */
-    int64_t by_channel, decays, record;            /* whether g is of channels, how many a head has, and a record */
+    int64_t decays, record;                        /* how many g a head has, and a record */
 } Net;
 
 /* What a thread computes on its way; of tokens in the order in which they run. */
@@ -80,11 +85,11 @@ INLINE char *piece(char **at, int64_t bytes) {
     *at += lines(bytes);
     return here;
 }
-static int64_t most_tokens(const Net *j) { return j->spans ? AT_ONCE : j->longest + j->nodes; }
+static int64_t most_tokens(const Net *j) { return j->batch.spans ? AT_ONCE : j->batch.nodes + j->nodes; }
 static Spare spare_of(const Net *j, char *memory) {
-    const int64_t most = (most_tokens(j) + LANES - 1) / LANES * LANES, queries = j->spans ? 0 : j->longest;
+    const int64_t most = round_up(most_tokens(j), LANES), queries = j->batch.spans ? 0 : j->batch.nodes;
     const int64_t dk = j->key_dim, dv = j->value_dim, group = j->group;
-    const int64_t levels = j->spans ? 0 : dk * COLUMNS * j->depth;
+    const int64_t levels = j->batch.spans ? 0 : dk * COLUMNS * j->batch.depth;
     const int64_t heads = (j->value_heads / group + j->pieces - 1) / j->pieces * group, whole = heads * dk * dv;
     char *at = memory;
     Spare s;
@@ -131,7 +136,7 @@ static int64_t run_again(const Net *j, const Spare *s, int64_t row, int64_t pref
     const void *first[MOST_TAPS];
     first_taps(j, j->read[row], first);
     for (int64_t i = 0; i < count; i++) {
-        const int64_t slot = j->table[row * j->table_stride + length + i];
+        const int64_t slot = j->batch.table[row * j->batch.table_stride + length + i];
         int64_t node = 0;
         while (node + 1 < j->nodes && slots[node] != slot) node++;
         const int64_t record = page * j->nodes + node;
@@ -157,17 +162,18 @@ static void find_children(const Spare *s, int64_t n) {
             }
 }
 
-INLINE int64_t first_of(const Net *j, int64_t tree) { return j->starts ? j->starts[tree] : tree * j->longest; }
-INLINE int64_t node_of(const Net *j, int64_t query) { return j->path[query * j->depth + j->path_len[query] - 1]; }
+INLINE int64_t node_of(const Net *j, int64_t query) {
+    return j->batch.path[query * j->batch.depth + j->batch.path_len[query] - 1];
+}
 
 /* A tree's tokens: those to run again, and each node after its parent. */
 static int64_t tree_tokens(const Net *j, const Spare *s, int64_t tree) {
-    const int64_t row = j->rows[tree], page = row * 2 + j->page[row];
-    const int64_t offset = first_of(j, tree), n = first_of(j, tree + 1) - offset;
+    const Item item = item_of(&j->batch, tree);
+    const int64_t row = item.row, page = row * 2 + j->page[row], offset = item.first, n = item.queries;
     if (n <= 0) return 0;
-    int64_t count = run_again(j, s, row, j->prefix[tree]);
+    int64_t count = run_again(j, s, row, j->batch.prefix[tree]);
     for (int64_t q = 0; q < n; q++) {
-        const int64_t *path = j->path + (offset + q) * j->depth, above = j->path_len[offset + q] - 2;
+        const int64_t *path = j->batch.path + (offset + q) * j->batch.depth, above = j->batch.path_len[offset + q] - 2;
         s->at[path[above + 1]] = q;
         s->parent[q] = above < 0 ? -1 : s->at[path[above]];
         s->sibling[q] = -1;
@@ -201,7 +207,8 @@ static int64_t tree_tokens(const Net *j, const Spare *s, int64_t tree) {
 
 /* Tokens [done, done + AT_ONCE) of a chunk. */
 static int64_t chunk_tokens(const Net *j, const Spare *s, int64_t chunk, int64_t done) {
-    const int64_t *span = j->spans + 4 * chunk, row = j->rows[span[0]], last = span[3] - 1;
+    const Item item = item_of(&j->batch, chunk);
+    const int64_t *span = item.span, row = item.row, last = span[3] - 1;
     const int64_t count = span[3] - done < AT_ONCE ? span[3] - done : AT_ONCE, *save = j->saves + j->saves[chunk];
     const int64_t *end = j->saves + j->saves[chunk + 1];
     const void *taps[MOST_TAPS];
@@ -223,10 +230,6 @@ static int64_t chunk_tokens(const Net *j, const Spare *s, int64_t chunk, int64_t
 /* -- convolution, gates -------------------------------------------------------------------------------------------- */
 
 INLINE vf exponential(vf x) { return exp2_16(x * splat(1.44269504f)); }
-INLINE vf silu(vf x) {
-    const vf power = x * splat(-1.44269504f);
-    return x / (1.0f + exp2_16(select_f(above(power, splat(126.0f)), splat(126.0f), power)));
-}
 /* ln(1 + exp(x)) = max(x, 0) + ln(1 + y), y = exp(-|x|); ln(1 + y) = 2 atanh(y / (2 + y)) by its series. */
 INLINE vf softplus(vf x) {
     const vf positive = select_f(above(x, splat(0.0f)), x, splat(0.0f)), size = positive + (positive - x);
@@ -455,7 +458,7 @@ INLINE void step(Matrix from, Matrix to, Matrix out, int64_t key_dim, const floa
 INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c, const int parts, const int kind) {
     const int corrects = kind != SPACE, of_keys = corrects ? KEYS : 0, by_channel = kind == CHANNELS;
     const int64_t dk = j->key_dim, dv = j->value_dim, columns = parts * PART, head = head_of(j, u, h);
-    const int64_t size = dk * dv, kept = j->spans ? ((u->kept + h) * dv + c) * dk : 0;
+    const int64_t size = dk * dv, kept = j->batch.spans ? ((u->kept + h) * dv + c) * dk : 0;
     float *state = j->state + head * size + c, sum_k[COLUMNS], sum_q[COLUMNS], d[COLUMNS];
 #define SLOT(slot) ((Matrix){state + (slot) * j->value_heads * size, dv})
 #define PLACE(where) \
@@ -522,7 +525,7 @@ INLINE void give_of(const Net *j, const Spare *s, int64_t head, int64_t count, c
         }
         vf squares = {0};
         for (int64_t c = 0; c < dv; c += LANES) squares += loadf(o + c) * loadf(o + c);
-        const vf factor = splat(1.0f / sqrtf(sum_lanes(squares) / (float)dv + j->eps));
+        const vf factor = splat(1.0f / sqrtf(sum_lanes(squares) / (float)dv + (float)j->eps));
         for (int64_t c = 0; c < dv; c += LANES) {
             const vf gate = load(j->z, z + c, LANES, half);
             store(j->out, (query * j->value_heads + head) * dv + c, LANES, half,
@@ -573,10 +576,10 @@ static void run_tokens(const Net *j, const Spare *s, Unit *u, const Unit *then) 
 
 /* Dead nodes, which are no root and have no parent: zeros. */
 static void leave_out(const Net *j, const Spare *s, int64_t tree) {
-    const int64_t offset = first_of(j, tree), n = first_of(j, tree + 1) - offset;
+    const Item item = item_of(&j->batch, tree);
     const int64_t size = j->value_heads * j->value_dim * (j->corrects ? j->bytes : 4);
-    for (int64_t q = 1; q < n; q++)
-        if (s->parent[q] < 0) memset((char *)j->out + (offset + q) * size, 0, (size_t)size);
+    for (int64_t q = 1; q < item.queries; q++)
+        if (s->parent[q] < 0) memset((char *)j->out + (item.first + q) * size, 0, (size_t)size);
 }
 
 /* The units [from, end) of a tree's or chunk's tokens, which are made ready. */
@@ -584,25 +587,26 @@ static void run_units(const Net *j, const Spare *s, int64_t row, int64_t from, i
     const int64_t parts = j->value_heads / j->key_heads / j->group;
     Unit next = {.row = row, .key = from / parts, .part = from % parts, .count = count};
     next.next = states_of(j, &next, 0);
-    fetch(&next.next, j->spans ? 0 : FIRST_LINES);
+    fetch(&next.next, j->batch.spans ? 0 : FIRST_LINES);
     for (int64_t unit = from; unit < end; unit++) {
         Unit u = next;
         u.kept = (unit - from) * j->group;
         next.key = (unit + 1) / parts;
         next.part = (unit + 1) % parts;
-        run_tokens(j, s, &u, unit + 1 < end && !j->spans ? &next : NULL);
+        run_tokens(j, s, &u, unit + 1 < end && !j->batch.spans ? &next : NULL);
     }
     all_past();
 }
 
 static void run_piece(const Net *j, const Spare *s, int64_t item, int64_t from, int64_t end) {
-    if (j->spans) {
-        const int64_t *span = j->spans + 4 * item, row = j->rows[span[0]];
-        for (int64_t done = 0; done < span[3]; done += AT_ONCE)
+    const Item of = item_of(&j->batch, item);
+    const int64_t row = of.row;
+    if (of.span) {
+        for (int64_t done = 0; done < of.queries; done += AT_ONCE)
             run_units(j, s, row, from, end, chunk_tokens(j, s, item, done));
         return;
     }
-    const int64_t row = j->rows[item], count = tree_tokens(j, s, item);
+    const int64_t count = tree_tokens(j, s, item);
     if (!count) return;
     run_units(j, s, row, from, end, count);
     if (from) return;
@@ -620,9 +624,12 @@ typedef struct {
     void *out;
     float *o; /* as the net gave it, and overwritten */
     const void *z;
-    const float *norm;
-    int64_t z_stride, rows, groups, size, first, half, next; /* size: values of a group; first: gates come first */
-    float eps;
+    int64_t z_stride;
+    const float *norm;                       /* or NULL */
+    int64_t rows, groups, size, first, half; /* size: values of a group; first: gates come first */
+    Workers *workers;
+    double eps;
+    int64_t next;
 } Norm;
 INLINE void norm_group(const Norm *j, int64_t row, int64_t group, const int half) {
     const int64_t at = (row * j->groups + group) * j->size, z = row * j->z_stride + group * j->size;
@@ -632,7 +639,7 @@ INLINE void norm_group(const Norm *j, int64_t row, int64_t group, const int half
         if (j->first) storef(j->o + at + c, x = x * silu(load(j->z, z + c, LANES, half)));
         squares += x * x;
     }
-    const vf factor = splat(1.0f / sqrtf(sum_lanes(squares) / (float)j->size + j->eps));
+    const vf factor = splat(1.0f / sqrtf(sum_lanes(squares) / (float)j->size + (float)j->eps));
     for (int64_t c = 0; c < j->size; c += LANES) {
         vf x = loadf(j->o + at + c);
         if (j->norm) x = x * factor * loadf(j->norm + group * j->size + c);
@@ -650,111 +657,46 @@ static void some_pieces(void *data) {
     Net *j = data;
     const Spare s = spare_of(j, j->scratch + take(&j->worker, 1) * j->scratch_size);
     const int64_t units = j->value_heads / j->group, pieces = j->pieces;
-    for (int64_t i; (i = take(&j->next, 1)) < j->count * pieces;)
+    for (int64_t i; (i = take(&j->next, 1)) < j->batch.count * pieces;)
         run_piece(j, &s, i / pieces, i % pieces * units / pieces, (i % pieces + 1) * units / pieces);
 }
 
 /* -- the module ---------------------------------------------------------------------------------------------------- */
 
-#define SIZES \
-    12 /* key and value heads, key_dim, value_dim, taps, tiled, whether it corrects, whether by channel, nodes, value
-          heads of a unit, half, workers */
-#define BATCH \
-    11 /* rows, table, its stride, prefix_len, path, path_len, spans, starts, count, nodes or length of the
-                    longest span, depth: as of attention */
-static Net net_of(const int64_t *n, const int64_t *batch) {
-    Net j = {.key_heads = n[0],
-             .value_heads = n[1],
-             .key_dim = n[2],
-             .value_dim = n[3],
-             .width = n[4],
-             .tiled = n[5],
-             .corrects = n[6],
-             .by_channel = n[7],
-             .nodes = n[8],
-             .group = n[9],
-             .half = n[10],
-             .workers = POINTER(n[11]),
-             .rows = POINTER(batch[0]),
-             .table = POINTER(batch[1]),
-             .table_stride = batch[2],
-             .prefix = POINTER(batch[3]),
-             .path = POINTER(batch[4]),
-             .path_len = POINTER(batch[5]),
-             .spans = POINTER(batch[6]),
-             .starts = POINTER(batch[7]),
-             .count = batch[8],
-             .longest = batch[9],
-             .depth = batch[10]};
-    const int64_t units = j.value_heads / j.group;
-    j.pieces = units < j.workers->most ? units : j.workers->most;
-    j.channels = 2 * j.key_heads * j.key_dim + j.value_heads * j.value_dim;
-    j.bytes = j.half ? 2 : 4;
-    j.decays = j.by_channel ? j.key_dim : 1;
-    j.record = j.value_heads * (j.decays + 1);
-    return j;
+static void set_sizes(Net *j) {
+    const int64_t units = j->value_heads / j->group;
+    j->pieces = units < j->workers->most ? units : j->workers->most;
+    j->channels = 2 * j->key_heads * j->key_dim + j->value_heads * j->value_dim;
+    j->bytes = j->half ? 2 : 4;
+    j->decays = j->by_channel ? j->key_dim : 1;
+    j->record = j->value_heads * (j->decays + 1);
 }
 
-/* sizes, batch -> bytes of scratch that a thread needs */
-static PyObject *py_delta_scratch(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[SIZES + BATCH];
-    if (!numbers(args, given, SIZES + BATCH, n)) return NULL;
-    const Net j = net_of(n, n + SIZES);
-    return PyLong_FromLongLong(spare_of(&j, NULL).end);
+/* -> bytes of scratch that a thread needs */
+static int64_t delta_scratch(int64_t *n) {
+    Net *j = (Net *)n;
+    set_sizes(j);
+    return spare_of(j, NULL).end;
 }
 
-/* sizes, batch, write slots, saves; out, qkv, z, b, a, strides of the last four; conv, decay, dt_bias, norm, bias of
-   the convolution, D; state, conv, inputs, gates; read, write, page, length, node_slots; scratch, its size per thread, queries; eps.
-   saves: of each chunk where its pairs of (tokens, state slot) begin, and where the last ones end; then these. */
-static PyObject *py_delta_net(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    enum { REST = SIZES + BATCH, ALL = REST + 29 };
-    int64_t all[ALL];
-    if (!numbers(args, given - 1, ALL, all)) return NULL;
-    const int64_t *n = all + REST;
-    Net j = net_of(all, all + SIZES);
-    j.slots = POINTER(n[0]), j.saves = POINTER(n[1]);
-    j.out = POINTER(n[2]), j.qkv = POINTER(n[3]), j.z = POINTER(n[4]), j.b = POINTER(n[5]), j.a = POINTER(n[6]);
-    j.qkv_stride = n[7], j.z_stride = n[8], j.b_stride = n[9], j.a_stride = n[10];
-    j.conv = POINTER(n[11]), j.decay = POINTER(n[12]), j.dt_bias = POINTER(n[13]), j.norm = POINTER(n[14]);
-    j.conv_bias = POINTER(n[15]), j.skip = POINTER(n[16]);
-    j.state = POINTER(n[17]), j.windows = POINTER(n[18]), j.inputs = POINTER(n[19]), j.gates = POINTER(n[20]);
-    j.read = POINTER(n[21]), j.write = POINTER(n[22]), j.page = POINTER(n[23]), j.length = POINTER(n[24]);
-    j.node_slots = POINTER(n[25]), j.scratch = POINTER(n[26]), j.scratch_size = n[27];
-    j.eps = (float)PyFloat_AsDouble(args[ALL]);
-    if (PyErr_Occurred()) return NULL;
+static void delta_net(int64_t *n) {
+    Net *j = (Net *)n;
+    set_sizes(j);
     RELEASE_GIL
-    run(some_pieces, &j, j.count * j.pieces > 1 ? j.workers : NULL,
-        n[28] * j.value_heads * j.key_dim * j.value_dim / 16384);
+    run(some_pieces, j, j->batch.count * j->pieces > 1 ? j->workers : NULL,
+        j->queries * j->value_heads * j->key_dim * j->value_dim / 16384);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 
-/* out, o, z, its stride, norm or 0, rows, groups, values of a group, whether gates come first, half, workers; eps */
-static PyObject *py_ssm_norm(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[11];
-    if (!numbers(args, given - 1, 11, n)) return NULL;
-    Norm j = {.out = POINTER(n[0]),
-              .o = POINTER(n[1]),
-              .z = POINTER(n[2]),
-              .z_stride = n[3],
-              .norm = POINTER(n[4]),
-              .rows = n[5],
-              .groups = n[6],
-              .size = n[7],
-              .first = n[8],
-              .half = n[9],
-              .eps = (float)PyFloat_AsDouble(args[11])};
-    if (PyErr_Occurred()) return NULL;
+static void ssm_norm(int64_t *n) {
+    Norm *j = (Norm *)n;
     RELEASE_GIL
-    run(some_groups, &j, POINTER(n[10]), n[5] * n[6] * n[7] / 2000);
+    run(some_groups, j, j->workers, j->rows * j->groups * j->size / 2000);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 
 /* read, write, page, length, node_slots, nodes, rows, their count, length of each, and what it is more */
-static PyObject *py_delta_advance(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[10];
-    if (!numbers(args, given, 10, n)) return NULL;
+static void delta_advance(int64_t *n) {
     int64_t *read = POINTER(n[0]), *write = POINTER(n[1]), *page = POINTER(n[2]), *length = POINTER(n[3]);
     int64_t *node_slots = POINTER(n[4]);
     const int64_t nodes = n[5], *rows = POINTER(n[6]), *to = POINTER(n[8]);
@@ -766,14 +708,12 @@ static PyObject *py_delta_advance(PyObject *self, PyObject *const *args, Py_ssiz
         length[row] = to[i] + n[9];
         memset(node_slots + (row * 2 + page[row]) * nodes, 0, (size_t)nodes * 8); /* records of the step before last */
     }
-    Py_RETURN_NONE;
 }
 
-#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
-PyMethodDef delta_methods[] = {
-    METHOD(delta_scratch),
-    METHOD(delta_net),
-    METHOD(ssm_norm),
-    METHOD(delta_advance),
-    {NULL, NULL, 0, NULL},
+Function delta_functions[] = {
+    {"delta_scratch", .count = delta_scratch, .given = UP_TO(Net, slots), .size = sizeof(Net)},
+    {"delta_net", delta_net, UP_TO(Net, eps), sizeof(Net), .doubles = 1},
+    {"ssm_norm", ssm_norm, UP_TO(Norm, eps), sizeof(Norm), .doubles = 1},
+    {"delta_advance", delta_advance, 10},
+    {0},
 };

@@ -199,48 +199,44 @@ void edit_logits(const Edits *e, int64_t b, void *logits, int64_t nodes, int64_t
 
 /* out [batch * nodes, width + 1]: tokens from below the root down to each node of a level; above [batch * nodes, width]:
    the same of the level above it; ids, parents [batch, nodes]: of the level, parents in the one above */
-PyObject *py_descend(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[7];
-    if (!numbers(args, given, 7, n)) return NULL;
+static void descend(int64_t *n) {
     int64_t *out = POINTER(n[0]);
     const int64_t *above = POINTER(n[1]), *ids = POINTER(n[3]), *parents = POINTER(n[4]), nodes = n[6];
     for (int64_t i = 0; i < n[5] * nodes; i++) {
         for (int64_t k = 0; k < n[2]; k++) *out++ = above[(i / nodes * nodes + parents[i]) * n[2] + k];
         *out++ = ids[i];
     }
-    Py_RETURN_NONE;
 }
 
 typedef struct {
-    Edits edits;
-    char *logits;
-    int64_t rows, nodes, stride, half, next, worker;
+    char *logits; /* [rows * nodes, vocab] */
+    int64_t half, rows, nodes, stride, vocab;
     int32_t *scratch; /* [threads, 2 * vocab] */
+    Workers *workers;
+    int64_t numbers[DRAFT_EDITS]; /* see `draft_edits_of` */
+    Edits edits;
+    int64_t next, worker;
 } Editing;
 
 static void edit_some(void *data) {
     Editing *d = data;
-    int32_t *counts = d->scratch + take(&d->worker, 1) * 2 * d->edits.to;
+    int32_t *counts = d->scratch + take(&d->worker, 1) * 2 * d->vocab;
     for (int64_t row; (row = take(&d->next, 1)) < d->rows;)
         edit_logits(&d->edits, row, d->logits + row * d->nodes * d->stride * (d->half ? 2 : 4), d->nodes, d->stride,
-                    (int)d->half, counts, counts + d->edits.to);
+                    (int)d->half, counts, counts + d->vocab);
 }
 
-/* logits [rows * nodes, vocab], half, rows, nodes, stride, vocab, scratch [threads, 2 * vocab], workers; then the edits:
-   see `draft_edits_of` */
-PyObject *py_edit_logits(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[8 + DRAFT_EDITS];
-    if (!numbers(args, given, 8 + DRAFT_EDITS, n)) return NULL;
-    Editing d = {.edits = draft_edits_of(n + 8),
-                 .logits = POINTER(n[0]),
-                 .half = n[1],
-                 .rows = n[2],
-                 .nodes = n[3],
-                 .stride = n[4],
-                 .scratch = POINTER(n[6])};
-    d.edits.to = n[5];
+static void edit_drafts(int64_t *n) {
+    Editing *d = (Editing *)n;
+    d->edits = draft_edits_of(d->numbers);
+    d->edits.to = d->vocab;
     RELEASE_GIL
-    run(edit_some, &d, d.rows > 1 ? POINTER(n[7]) : NULL, d.rows * d.edits.to / 20000);
+    run(edit_some, d, d->rows > 1 ? d->workers : NULL, d->rows * d->vocab / 20000);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
+
+Function edit_functions[] = {
+    {"edit_logits", edit_drafts, UP_TO(Editing, edits), sizeof(Editing)},
+    {"descend", descend, 7},
+    {0},
+};

@@ -22,19 +22,24 @@ typedef struct {
     Rounded x, gated;
 } Group;
 
+/* Up to limit and scale, what `experts` is given. */
 typedef struct {
-    Team team;
-    const void *x, *by, *residual, *router, *router_bias; /* by: what the router reads, mostly x */
     void *out;
-    int64_t rows, half, router_half; /* router_half: of the router and its logits; it is in float32 else */
-    const int32_t *scatter;          /* not 0: rows choose anything */
-    const float *correction;         /* of each expert: joins its score in the choice; 0: that is by logits */
-    const float *scales;             /* of each expert: what its shares are multiplied with, or 0 */
-    int64_t count, top_k, renormalise, expert_groups, top_groups, hidden, ffn, activation;
-    int64_t by_size;        /* of a row of `by` */
-    int64_t sigmoids;       /* scores are sigmoids, not a softmax */
+    const void *x, *residual; /* [rows, hidden]; residual: or NULL */
+    int64_t rows, half;       /* half: of these */
+    const int32_t *scatter;   /* not 0: rows choose anything; or NULL */
+    const void *router, *router_bias; /* [count, by_size]; [count] or NULL */
+    int64_t router_half;              /* of the router and its logits; it is in float32 else */
+    const float *correction;          /* of each expert: joins its score in the choice; NULL: that is by logits */
+    int64_t count, top_k, renormalise, expert_groups, top_groups, hidden, ffn; /* hidden and ffn: multiples of 32 */
     const int64_t *weights; /* of each expert: blocks and bias of gates and ups, blocks and bias of down */
-    float limit, scale;     /* of gates and ups, 0: none, and silu; of shares */
+    char *spare;
+    Workers *workers;
+    const void *by;      /* what the router reads, mostly x */
+    const float *scales; /* of each expert: what its shares are multiplied with, or NULL */
+    int64_t activation, sigmoids, by_size; /* sigmoids: scores are these, not a softmax; by_size: of a row of `by` */
+    double limit, scale; /* of gates and ups, 0: none, and silu; of shares */
+    Team team;
     /* On the way; pairs by row and choice: */
     int64_t *chosen, *place; /* the expert; where the pair lies */
     float *share;
@@ -72,8 +77,7 @@ static void make_logits(const Mixture *j, int64_t i, int64_t from, int64_t to) {
     else logits_of(j, i, from, to, 0, 0);
 }
 
-INLINE int64_t lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-INLINE int64_t scores_size(int64_t count) { return 4 * lanes(count); }
+INLINE int64_t scores_size(int64_t count) { return 4 * round_up(count, LANES); }
 
 /* Whether a is chosen before b: the larger one, what is no number first. */
 INLINE int before(float a, float b) { return a > b || (a != a && b == b); }
@@ -122,7 +126,9 @@ static void leave_groups(const Mixture *j, const float *scores, float *sums, cha
     }
 }
 
-INLINE float scale_of(const Mixture *j, int64_t expert) { return j->scale * (j->scales ? j->scales[expert] : 1); }
+INLINE float scale_of(const Mixture *j, int64_t expert) {
+    return (float)j->scale * (j->scales ? j->scales[expert] : 1);
+}
 
 /* Of row i the experts with the largest scores, the lower one of equals, and their shares. Scores are logits, and shares
    those of the softmax of all, or of those chosen; or sigmoids or a softmax, which corrections join in the choice alone. Experts
@@ -130,8 +136,8 @@ INLINE float scale_of(const Mixture *j, int64_t expert) { return j->scale * (j->
 static void route(const Mixture *j, int64_t i, float *scores) {
     const int64_t count = j->count, k = j->top_k;
     int64_t *chosen = j->chosen + i * k;
-    float *share = j->share + i * k, *best = scores + lanes(count), *of = best + lanes(count);
-    char *taken = memset(of + lanes(count), 0, (size_t)count);
+    float *share = j->share + i * k, *best = scores + round_up(count, LANES), *of = best + round_up(count, LANES);
+    char *taken = memset(of + round_up(count, LANES), 0, (size_t)count);
     const int scattered = j->scatter && *j->scatter;
     memcpy(scores, j->logits + i * count, (size_t)count * 4);
     for (int64_t e = 0; scattered && e < count; e++) {
@@ -201,9 +207,8 @@ static void clamped(const Rows *r, int64_t i, int64_t from, int64_t to, float li
         gate = select_f(above(gate, most), most, gate);
         up = select_f(above(up, most), most, up);
         up = select_f(above(-most, up), -most, up);
-        vf power = gate * splat(-1.44269504f * ALPHA);
-        power = select_f(above(power, splat(126.0f)), splat(126.0f), power);
-        store(r->out, i * n + c, to - c, half, gate * (1.0f / (1.0f + exp2_16(power))) * (up + 1.0f));
+        const vf share = over_exp2(splat(1.0f), gate * splat(-1.44269504f * ALPHA));
+        store(r->out, i * n + c, to - c, half, gate * share * (up + 1.0f));
     }
 }
 static Product product_with(const Mixture *j, const int64_t *weight, const Rounded *x, void *out, int64_t outputs) {
@@ -216,27 +221,19 @@ static Product product_with(const Mixture *j, const int64_t *weight, const Round
                      .outputs = outputs,
                      .half = j->half};
 }
-static void squared(const Rows *r, int64_t i, int64_t from, int64_t to) {
-    const int half = (int)r->half;
-    const vf zero = {0};
-    for (int64_t c = from; c < to; c += LANES) {
-        const vf x = load(r->x, i * r->size + c, to - c, half);
-        store(r->out, i * r->size + c, to - c, half, select_f(above(zero, x), zero, x * x));
-    }
-}
-/* The same of experts without gates. */
-static void ungated_part(const Mixture *j, const Group *g, int64_t from, int64_t to) {
+/* Inner elements [from, to) of an expert's pairs, multiples of UNIT; of experts without gates. */
+static void up_alone_part(const Mixture *j, const Group *g, int64_t from, int64_t to) {
     const int64_t ffn = j->ffn, width = j->half ? 2 : 4;
     char *up = j->gate_up + g->first * ffn * width, *gated = j->gated + g->first * ffn * width;
     const Product p = product_with(j, j->weights + 4 * g->expert, &g->x, up, ffn);
     multiply_blocks(&p, from, to);
     const Rows ups = {.out = gated, .x = up, .size = ffn, .half = j->half};
     for (int64_t i = 0; i < g->rows; i++) {
-        squared(&ups, i, from, to);
+        ungated_part(&ups, i, from, to);
         round_part(&g->gated, gated, i, from, to, j->half);
     }
 }
-/* Inner elements [from, to) of an expert's pairs: multiples of UNIT. */
+/* The same with gates. */
 static void up_part(const Mixture *j, const Group *g, int64_t from, int64_t to) {
     const int64_t ffn = j->ffn, width = j->half ? 2 : 4;
     char *gate_up = j->gate_up + g->first * 2 * ffn * width, *gated = j->gated + g->first * ffn * width;
@@ -245,7 +242,7 @@ static void up_part(const Mixture *j, const Group *g, int64_t from, int64_t to) 
     multiply_blocks(&p, ffn + from, ffn + to);
     const Rows gates = {.out = gated, .x = gate_up, .size = ffn, .half = j->half, .gelu = j->activation == GELU};
     for (int64_t i = 0; i < g->rows; i++) {
-        if (j->limit != 0) clamped(&gates, i, from, to, j->limit);
+        if (j->limit != 0) clamped(&gates, i, from, to, (float)j->limit);
         else silu_part(&gates, i, from, to);
         round_part(&g->gated, gated, i, from, to, j->half);
     }
@@ -315,7 +312,7 @@ static void some_of_mixture(void *data) {
         }
         meet(&me, &nothing);
     }
-    each_unit(j, &me, &j->next_up, j->ffn, j->activation == RELU2 ? ungated_part : up_part);
+    each_unit(j, &me, &j->next_up, j->ffn, j->activation == RELU2 ? up_alone_part : up_part);
     meet(&me, &nothing);
     each_unit(j, &me, &j->next_down, hidden, down_part);
     meet(&me, &nothing);
@@ -347,50 +344,21 @@ static int64_t place_at(Mixture *j, char *at, int64_t threads) {
 }
 
 /* rows, half, count, top_k, hidden, ffn, threads -> bytes of `spare` */
-PyObject *py_experts_spare(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[7];
-    if (!numbers(args, given, 7, n)) return NULL;
+static int64_t experts_spare(int64_t *n) {
     Mixture j = {.rows = n[0], .half = n[1], .count = n[2], .top_k = n[3], .hidden = n[4], .ffn = n[5]};
-    return PyLong_FromLongLong(place_at(&j, NULL, n[6]));
+    return place_at(&j, NULL, n[6]);
 }
 
-/* out, x [rows, hidden], residual [rows, hidden] or 0, rows, half (of all), scatter or 0, router [count, hidden], its
-   bias [count] or 0, router_half (of both), correction [count] float32 or 0, count, top_k, renormalise, groups,
-   top_groups, hidden, ffn, weights, spare, workers, by [rows, its size], scales [count] float32 or 0, activation,
-   sigmoids, size of a row of `by`; limit, scale. hidden and ffn are multiples of 32. */
-PyObject *py_experts(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[25];
-    if (!numbers(args, given - 2, 25, n)) return NULL;
-    Mixture job = {.out = POINTER(n[0]),
-                   .x = POINTER(n[1]),
-                   .residual = POINTER(n[2]),
-                   .rows = n[3],
-                   .half = n[4],
-                   .scatter = POINTER(n[5]),
-                   .router = POINTER(n[6]),
-                   .router_bias = POINTER(n[7]),
-                   .router_half = n[8],
-                   .correction = POINTER(n[9]),
-                   .count = n[10],
-                   .top_k = n[11],
-                   .renormalise = n[12],
-                   .expert_groups = n[13],
-                   .top_groups = n[14],
-                   .hidden = n[15],
-                   .ffn = n[16],
-                   .weights = POINTER(n[17]),
-                   .by = POINTER(n[20]),
-                   .scales = POINTER(n[21]),
-                   .activation = n[22],
-                   .sigmoids = n[23],
-                   .by_size = n[24],
-                   .limit = (float)PyFloat_AsDouble(args[25]),
-                   .scale = (float)PyFloat_AsDouble(args[26])};
-    if (PyErr_Occurred()) return NULL;
-    Workers *workers = POINTER(n[19]);
-    place_at(&job, POINTER(n[18]), workers->most);
+static void experts(int64_t *n) {
+    Mixture *j = (Mixture *)n;
+    place_at(j, j->spare, j->workers->most);
     RELEASE_GIL
-    run_team(some_of_mixture, &job, &job.team, workers);
+    run_team(some_of_mixture, j, &j->team, j->workers);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
+
+Function expert_functions[] = {
+    {"experts_spare", .count = experts_spare, .given = 7},
+    {"experts", experts, UP_TO(Mixture, limit), sizeof(Mixture), .doubles = 2},
+    {0},
+};

@@ -60,14 +60,8 @@ INLINE void tile(const Product *p, int64_t row, int64_t column, const int rows, 
 
 INLINE void columns(const Product *p, int64_t column, const int vectors) {
     const int64_t groups = (p->rows + GROUP_ROWS - 1) / GROUP_ROWS, most = (p->rows + groups - 1) / groups;
-    for (int64_t row = 0; row < p->rows; row += most) switch (p->rows - row < most ? p->rows - row : most) {
-        case 1: tile(p, row, column, 1, vectors); break;
-        case 2: tile(p, row, column, 2, vectors); break;
-        case 3: tile(p, row, column, 3, vectors); break;
-        case 4: tile(p, row, column, 4, vectors); break;
-        case 5: tile(p, row, column, 5, vectors); break;
-        default: tile(p, row, column, 6, vectors);
-        }
+#define TILE_OF(n) tile(p, row, column, n, vectors)
+    for (int64_t row = 0; row < p->rows; row += most) BY_ROWS(least(p->rows - row, most), TILE_OF)
 }
 
 static void multiply_panels(const Product *p, int64_t from, int64_t to) {
@@ -100,29 +94,21 @@ static void multiply_some(void *data) {
 }
 
 Product product_of(const int64_t *n, int64_t half) {
-    return (Product){.weight = POINTER(n[0]),
-                     .bias = POINTER(n[1]),
-                     .inputs = n[2],
-                     .outputs = n[3],
-                     .block = n[4],
-                     .blocks = POINTER(n[5]),
-                     .half = half};
+    Product p = {.half = half};
+    memcpy(&p, n, GEMM * sizeof *n);
+    return p;
 }
 
 /* out [rows, outputs], x [rows, inputs], residual [rows, outputs] or 0, rows; of the GEMM: packed weight, bias
    [outputs] or 0, inputs, a multiple of 32, outputs, a multiple of 64, block, 0; workers */
-PyObject *py_product(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[5 + GEMM];
-    if (!numbers(args, given, 5 + GEMM, n)) return NULL;
+static void product(int64_t *n) {
     Product p = product_of(n + 4, 1);
-    p.out = POINTER(n[0]);
-    p.x = POINTER(n[1]);
-    p.residual = POINTER(n[2]);
-    p.rows = n[3];
     Workers *workers = POINTER(n[4 + GEMM]);
+    p.out = POINTER(n[0]), p.x = POINTER(n[1]), p.residual = POINTER(n[2]), p.rows = n[3];
     p.shares = workers->most;
     RELEASE_GIL
     run(multiply_some, &p, workers, p.inputs * p.outputs / 20000);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
+
+Function product_functions[] = {{"product", product, 5 + GEMM}, {0}};

@@ -7,33 +7,25 @@
 INLINE vf tangent(vf x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
 
 /* out, rows; address, stride and size in bytes of up to three parts, zeros for none */
-static PyObject *py_beside(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[11];
-    if (!numbers(args, given, 11, n)) return NULL;
+static void beside(int64_t *n) {
     char *out = POINTER(n[0]);
     for (int64_t i = 0; i < n[1]; i++)
         for (const int64_t *part = n + 2; part < n + 11; out += part[2], part += 3)
             if (part[2]) memcpy(out, (const char *)POINTER(part[0]) + i * part[1], (size_t)part[2]);
-    Py_RETURN_NONE;
 }
 
 /* out, gate, x, elements, half */
-static PyObject *py_gate(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[5];
-    if (!numbers(args, given, 5, n)) return NULL;
+static void gate(int64_t *n) {
     const int half = (int)n[4];
     for (int64_t c = 0; c < n[3]; c += LANES) {
         const int64_t left = n[3] - c;
         const vf gate = load(POINTER(n[1]), c, left, half), x = load(POINTER(n[2]), c, left, half);
         store(POINTER(n[0]), c, left, half, sigmoid(gate) * x);
     }
-    Py_RETURN_NONE;
 }
 
 /* out, next state, made [rows, 3 * size], state [rows, size], rows, size, half */
-static PyObject *py_recur(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[7];
-    if (!numbers(args, given, 7, n)) return NULL;
+static void recur(int64_t *n) {
     const int64_t size = n[5];
     const int half = (int)n[6];
     for (int64_t i = 0; i < n[4]; i++)
@@ -44,13 +36,10 @@ static PyObject *py_recur(PyObject *self, PyObject *const *args, Py_ssize_t give
             store(POINTER(n[0]), at, left, half, tangent(load(POINTER(n[2]), from + 2 * size, left, half)));
             store(POINTER(n[1]), at, left, half, keep * load(POINTER(n[3]), at, left, half) + (1.0f - keep) * fresh);
         }
-    Py_RETURN_NONE;
 }
 
 /* next state, read, kept [rows, 3 * size], state [rows, size], rows, size, half */
-static PyObject *py_gru(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[7];
-    if (!numbers(args, given, 7, n)) return NULL;
+static void gru(int64_t *n) {
     const void *read = POINTER(n[1]), *kept = POINTER(n[2]);
     const int64_t size = n[5];
     const int half = (int)n[6];
@@ -63,14 +52,11 @@ static PyObject *py_gru(PyObject *self, PyObject *const *args, Py_ssize_t given)
             const vf fresh = tangent(load(read, from + 2 * size, left, half) + reset * old);
             store(POINTER(n[0]), at, left, half, (1.0f - stay) * fresh + stay * load(POINTER(n[3]), at, left, half));
         }
-    Py_RETURN_NONE;
 }
 
 /* prefix_len's and the table's result [rows, width]; table [.., length], its length, rows, prefix_len, how many, window,
    width: of each row's table the entries from window - 1 before prefix_len on */
-static PyObject *py_windowed(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[9];
-    if (!numbers(args, given, 9, n)) return NULL;
+static void windowed(int64_t *n) {
     int64_t *left = POINTER(n[0]), *out = POINTER(n[1]);
     const int64_t *table = POINTER(n[2]), length = n[3], *rows = POINTER(n[4]), *prefix = POINTER(n[5]), most = n[7] - 1;
     for (int64_t b = 0; b < n[6]; b++) {
@@ -80,14 +66,11 @@ static PyObject *py_windowed(PyObject *self, PyObject *const *args, Py_ssize_t g
             out[b * n[8] + i] = table[rows[b] * length + (at < length ? at : length - 1)];
         }
     }
-    Py_RETURN_NONE;
 }
 
 /* out [rows, chosen * each]; scores [rows, count], half, rows, count, chosen, ordering [count, each], each, scratch
    [chosen] float: the tokens of the clusters with the best scores, best first, of equals the lower number */
-static PyObject *py_cluster_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[9];
-    if (!numbers(args, given, 9, n)) return NULL;
+static void cluster_tokens(int64_t *n) {
     const int64_t half = n[2], rows = n[3], count = n[4], chosen = n[5], *ordering = POINTER(n[6]), each = n[7];
     float *best = POINTER(n[8]);
     int64_t *which = (int64_t *)POINTER(n[0]);
@@ -107,14 +90,11 @@ static PyObject *py_cluster_tokens(PyObject *self, PyObject *const *args, Py_ssi
         }
         for (int64_t k = held; k--;) memcpy(which + k * each, ordering + which[k] * each, (size_t)each * 8);
     }
-    Py_RETURN_NONE;
 }
 
 /* out [rows, vocab], half; found [rows, count] float, ids, rows, count, vocab: what is found of ids, 1 below the least
    of it for others */
-static PyObject *py_spread_logits(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[7];
-    if (!numbers(args, given, 7, n)) return NULL;
+static void spread_logits(int64_t *n) {
     const int half = (int)n[1];
     const float *found = POINTER(n[2]);
     const int64_t *ids = POINTER(n[3]), count = n[5], vocab = n[6];
@@ -129,11 +109,15 @@ static PyObject *py_spread_logits(PyObject *self, PyObject *const *args, Py_ssiz
         for (int64_t j = 0; j < count; j++) store(out, ids[j], 1, half, (vf){0} + found[j]);
     }
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 
-#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
-PyMethodDef head_methods[] = {
-    METHOD(beside),   METHOD(gate),           METHOD(recur),         METHOD(gru),
-    METHOD(windowed), METHOD(cluster_tokens), METHOD(spread_logits), {NULL, NULL, 0, NULL},
+Function head_functions[] = {
+    {"beside", beside, 11},
+    {"gate", gate, 5},
+    {"recur", recur, 7},
+    {"gru", gru, 7},
+    {"windowed", windowed, 9},
+    {"cluster_tokens", cluster_tokens, 9},
+    {"spread_logits", spread_logits, 7},
+    {0},
 };

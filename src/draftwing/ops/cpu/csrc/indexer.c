@@ -20,20 +20,23 @@ typedef struct {
     const int64_t *table, *path; /* path: or NULL */
     int64_t prefix, length;      /* length: tokens on the path */
 } Query;
+/* Up to the batch, what `pick` is given. */
 typedef struct {
     int64_t *slots, *last; /* of each query `topk` slots, and how many there are but one */
-    const char *q, *kept;
+    const char *q;
     const float *weights;
+    const char *kept; /* keys of the pool */
     int64_t queries, heads, size, topk, half, kept_half;
-    const int64_t *rows, *table, *prefix, *path, *path_len, *spans, *starts; /* as in `Attention` */
-    int64_t table_stride, count, nodes, depth;
     Query *of;
+    int64_t room; /* floats of scores: for one query at least, in whole blocks */
+    Workers *workers;
+    Batch batch;
     float *scores;
     char *threads; /* scratch of each */
-    int64_t room, worker, next, first, end, units; /* room: floats of scores; [first, end): queries whose turn it is */
+    int64_t worker, next, first, end, units; /* [first, end): queries whose turn it is */
 } Pick;
 
-INLINE int64_t lanes_of(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+INLINE int64_t lanes_of(int64_t n) { return round_up(n, LANES); }
 /* Bytes of scratch that a thread needs: a query's heads, element by element; keys; their products with heads. */
 INLINE int64_t thread_size(int64_t heads, int64_t size) {
     return 4 * (lanes_of(heads) * (size + TOGETHER + 1) + TOGETHER * lanes_of(size));
@@ -46,14 +49,13 @@ INLINE int64_t blocks_of(const Pick *j, int64_t query) {
 }
 
 static void find_queries(const Pick *j) {
-    for (int64_t item = 0; item < j->count; item++) {
-        const int64_t *span = j->spans ? j->spans + 4 * item : NULL;
-        const int64_t from = span ? span[1] : j->starts ? j->starts[item] : item * j->nodes;
-        const int64_t n = span ? span[3] : j->starts ? j->starts[item + 1] - from : j->nodes;
-        const int64_t *table = j->table + j->rows[span ? span[0] : item] * j->table_stride;
-        for (int64_t i = from; i < from + n; i++) {
-            const int64_t seen = span ? span[2] + i - from + 1 : j->prefix[item];
-            j->of[i] = (Query){table, span ? NULL : j->path + i * j->depth, seen, seen + (span ? 0 : j->path_len[i])};
+    const Batch *b = &j->batch;
+    for (int64_t number = 0; number < b->count; number++) {
+        const Item item = item_of(b, number);
+        for (int64_t i = item.first; i < item.first + item.queries; i++) {
+            const int64_t seen = item.span ? item.span[2] + i - item.first + 1 : b->prefix[number];
+            const int64_t *path = item.span ? NULL : b->path + i * b->depth;
+            j->of[i] = (Query){item.table, path, seen, seen + (item.span ? 0 : b->path_len[i])};
         }
     }
 }
@@ -193,59 +195,27 @@ static void pick_some(void *data) {
 }
 
 /* heads, size of a key, threads, queries -> bytes of scratch beside the scores */
-static PyObject *py_pick_scratch(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[4];
-    if (!numbers(args, given, 4, n)) return NULL;
-    return PyLong_FromLongLong(n[3] * (int64_t)sizeof(Query) + n[2] * thread_size(n[0], n[1]));
+static int64_t pick_scratch(int64_t *n) {
+    return n[3] * (int64_t)sizeof(Query) + n[2] * thread_size(n[0], n[1]);
 }
 
-/* slots, counts less 1, q, weights, keys of the pool, queries, heads, size of a key, topk, half of q, half of the pool,
-   scratch, floats of scores behind it, workers; rows, table, its stride, prefix_len, path, path_len, spans, starts,
-   count, nodes, depth: as of attention. Scores have room for one query at least, in whole blocks. */
-static PyObject *py_pick(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[25];
-    if (!numbers(args, given, 25, n)) return NULL;
-    Workers *workers = POINTER(n[13]);
-    Pick j = {.slots = POINTER(n[0]),
-              .last = POINTER(n[1]),
-              .q = POINTER(n[2]),
-              .weights = POINTER(n[3]),
-              .kept = POINTER(n[4]),
-              .queries = n[5],
-              .heads = n[6],
-              .size = n[7],
-              .topk = n[8],
-              .half = n[9],
-              .kept_half = n[10],
-              .of = POINTER(n[11]),
-              .room = n[12],
-              .rows = POINTER(n[14]),
-              .table = POINTER(n[15]),
-              .table_stride = n[16],
-              .prefix = POINTER(n[17]),
-              .path = POINTER(n[18]),
-              .path_len = POINTER(n[19]),
-              .spans = POINTER(n[20]),
-              .starts = POINTER(n[21]),
-              .count = n[22],
-              .nodes = n[23],
-              .depth = n[24]};
-    j.threads = (char *)(j.of + j.queries);
-    j.scores = (float *)(j.threads + workers->most * thread_size(j.heads, j.size));
+static void pick(int64_t *n) {
+    Pick *j = (Pick *)n;
+    j->threads = (char *)(j->of + j->queries);
+    j->scores = (float *)(j->threads + j->workers->most * thread_size(j->heads, j->size));
     RELEASE_GIL
-    find_queries(&j);
-    for (; j.first < j.queries; j.first = j.end) {
-        for (j.units = 0, j.end = j.first; j.end < j.queries; j.end++) {
-            if (j.end > j.first && (j.units + blocks_of(&j, j.end)) * BLOCK > j.room) break;
-            j.units += blocks_of(&j, j.end);
+    find_queries(j);
+    for (; j->first < j->queries; j->first = j->end) {
+        for (j->units = 0, j->end = j->first; j->end < j->queries; j->end++) {
+            if (j->end > j->first && (j->units + blocks_of(j, j->end)) * BLOCK > j->room) break;
+            j->units += blocks_of(j, j->end);
         }
-        j.worker = j.next = 0;
-        if (j.units) run(score_some, &j, workers, j.units * BLOCK * j.heads * j.size / 16384);
-        j.next = 0;
-        run(pick_some, &j, workers, (j.units * BLOCK + (j.end - j.first) * j.topk) / 512);
+        j->worker = j->next = 0;
+        if (j->units) run(score_some, j, j->workers, j->units * BLOCK * j->heads * j->size / 16384);
+        j->next = 0;
+        run(pick_some, j, j->workers, (j->units * BLOCK + (j->end - j->first) * j->topk) / 512);
     }
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 
 /* -- logits of heads ------------------------------------------------------------------------------------------------- */
@@ -253,10 +223,12 @@ static PyObject *py_pick(PyObject *self, PyObject *const *args, Py_ssize_t given
 #define OUTPUTS 8 /* that a row is multiplied with together */
 
 typedef struct {
-    float *out;
-    const char *x;
-    const float *weight;
-    int64_t rows, size, outputs, half, next;
+    float *out;    /* [rows, outputs] */
+    const char *x; /* [rows, size] */
+    const float *weight; /* [outputs, size] */
+    int64_t rows, size, outputs, half; /* half: of x */
+    Workers *workers;
+    int64_t next;
 } Logits;
 
 static void some_logits(void *data) {
@@ -274,17 +246,16 @@ static void some_logits(void *data) {
     }
 }
 
-/* out [rows, outputs] float, x [rows, size], weight [outputs, size] float, rows, size, outputs, half of x, workers */
-static PyObject *py_every_logit(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[8];
-    if (!numbers(args, given, 8, n)) return NULL;
-    Logits j = {.out = POINTER(n[0]), .x = POINTER(n[1]), .weight = POINTER(n[2]), .rows = n[3], .size = n[4],
-                .outputs = n[5], .half = n[6]};
+static void every_logit(int64_t *n) {
+    Logits *j = (Logits *)n;
     RELEASE_GIL
-    run(some_logits, &j, POINTER(n[7]), j.rows * j.size * j.outputs / 8000);
+    run(some_logits, j, j->workers, j->rows * j->size * j->outputs / 8000);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 
-#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
-PyMethodDef index_methods[] = {METHOD(pick_scratch), METHOD(pick), METHOD(every_logit), {NULL, NULL, 0, NULL}};
+Function index_functions[] = {
+    {"pick_scratch", .count = pick_scratch, .given = 4},
+    {"pick", pick, UP_TO(Pick, scores), sizeof(Pick)},
+    {"every_logit", every_logit, UP_TO(Logits, next), sizeof(Logits)},
+    {0},
+};

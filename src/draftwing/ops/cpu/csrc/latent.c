@@ -20,10 +20,11 @@
 /* -- products of heads --------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    const char *x, *weight;
-    char *out;
-    int64_t rows, heads, inputs, outputs, row_stride, head_stride; /* strides: elements of x */
-    int64_t half, panels, next;                                    /* panels: of a head */
+    char *out;                                       /* [rows, heads, outputs] */
+    const char *x, *weight;                          /* [rows, heads, inputs]; packed */
+    int64_t rows, heads, inputs, outputs, row_stride, head_stride, half; /* strides: elements of x */
+    Workers *workers;
+    int64_t panels, next; /* panels: of a head */
 } HeadProduct;
 
 INLINE pf widened_part(const void *p, const int half) {
@@ -81,46 +82,24 @@ INLINE void panel(const HeadProduct *p, int64_t head, int64_t number, const int 
         const int64_t rows = (p->rows - row + turns - turn - 1) / (turns - turn);
         const char *x = p->x + (row * p->row_stride + head * p->head_stride) * width;
         char *out = p->out + ((row * p->heads + head) * p->outputs + number * PANEL) * width;
-        switch (rows) {
-            case 1: panel_rows(p, x, weight, out, left, half, 1, PARTS(1)); break;
-            case 2: panel_rows(p, x, weight, out, left, half, 2, PARTS(2)); break;
-            case 3: panel_rows(p, x, weight, out, left, half, 3, PARTS(3)); break;
-            case 4: panel_rows(p, x, weight, out, left, half, 4, PARTS(4)); break;
-            case 5: panel_rows(p, x, weight, out, left, half, 5, PARTS(5)); break;
-            default: panel_rows(p, x, weight, out, left, half, 6, PARTS(6));
-        }
+#define PANEL_ROWS(n) panel_rows(p, x, weight, out, left, half, n, PARTS(n))
+        BY_ROWS(rows, PANEL_ROWS)
         row += rows;
     }
 }
-static void panel_float(const HeadProduct *p, int64_t head, int64_t number) { panel(p, head, number, 0); }
-static void panel_half(const HeadProduct *p, int64_t head, int64_t number) { panel(p, head, number, 1); }
-
 static void some_panels(void *data) {
     HeadProduct *p = data;
     for (int64_t unit; (unit = take(&p->next, 1)) < p->heads * p->panels;)
-        (p->half ? panel_half : panel_float)(p, unit / p->panels, unit % p->panels);
+        if (p->half) panel(p, unit / p->panels, unit % p->panels, 1);
+        else panel(p, unit / p->panels, unit % p->panels, 0);
 }
 
-/* out [rows, heads, outputs], x [rows, heads, inputs], packed weights, rows, heads, inputs, outputs, strides of x's rows
-   and heads, half, workers */
-static PyObject *py_head_products(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[11];
-    if (!numbers(args, given, 11, n)) return NULL;
-    HeadProduct p = {.out = POINTER(n[0]),
-                     .x = POINTER(n[1]),
-                     .weight = POINTER(n[2]),
-                     .rows = n[3],
-                     .heads = n[4],
-                     .inputs = n[5],
-                     .outputs = n[6],
-                     .row_stride = n[7],
-                     .head_stride = n[8],
-                     .half = n[9],
-                     .panels = (n[6] + PANEL - 1) / PANEL};
+static void head_products(int64_t *n) {
+    HeadProduct *p = (HeadProduct *)n;
+    p->panels = (p->outputs + PANEL - 1) / PANEL;
     RELEASE_GIL
-    run(some_panels, &p, POINTER(n[10]), p.rows * p.heads * p.inputs * p.outputs / 30000);
+    run(some_panels, p, p->workers, p->rows * p->heads * p->inputs * p->outputs / 30000);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 
 /* -- the same with weights in blocks ------------------------------------------------------------------------------- */
@@ -129,85 +108,74 @@ static PyObject *py_head_products(PyObject *self, PyObject *const *args, Py_ssiz
 #define TAKES 8 /* times that a thread takes units of few rows, whose weights it reads on end */
 
 typedef struct {
+    void *out;                                                           /* [rows, heads, outputs] */
+    const char *x;                                                       /* [rows, heads, inputs] */
+    const int64_t *blocks;                                               /* of all heads' outputs */
+    int64_t rows, heads, inputs, outputs, row_stride, head_stride, half; /* outputs: of a head, a multiple of 16 */
+    char *spare;                                                         /* [heads, rounded_size] */
+    Workers *workers;
     Team team;
-    Product product; /* its outputs are those of all heads */
-    const char *x;
-    char *spare;
-    int64_t heads, outputs, row_stride, head_stride; /* outputs: of a head; strides: elements of x */
+    int64_t next;
 } HeadBlocks;
 
 static Rounded of_head(const HeadBlocks *j, int64_t head) {
-    const int64_t rows = j->product.rows, inputs = j->product.inputs;
-    return rounded_at(j->spare + head * rounded_size(rows, inputs), rows, inputs);
+    return rounded_at(j->spare + head * rounded_size(j->rows, j->inputs), j->rows, j->inputs);
 }
 static void some_head_blocks(void *data) {
     HeadBlocks *j = data;
     const Member me = join(&j->team);
-    const int64_t rows = j->product.rows, inputs = j->product.inputs, width = j->product.half ? 2 : 4;
+    const int64_t rows = j->rows, inputs = j->inputs, width = j->half ? 2 : 4;
     for (int64_t i = share(&me, rows * j->heads, 0); i < share(&me, rows * j->heads, 1); i++) {
         const int64_t row = i / j->heads, head = i % j->heads;
         const Rounded to = of_head(j, head);
         /* It takes rows to lie next to each other. */
         const char *x = j->x + (row * j->row_stride + head * j->head_stride - row * inputs) * width;
-        round_part(&to, x, row, 0, inputs, j->product.half);
+        round_part(&to, x, row, 0, inputs, j->half);
     }
     Ahead nothing = {0};
     meet(&me, &nothing);
     const int64_t of_one = j->outputs / UNIT, units = j->heads * of_one;
     const int64_t some = rows < UNIT ? units / (me.size * TAKES) + 1 : 1;
-    for (int64_t first; (first = take(&j->product.next, some)) < units;) {
+    for (int64_t first; (first = take(&j->next, some)) < units;) {
         const int64_t last = first + some < units ? first + some : units;
         for (int64_t from = first, to; from < last; from = to) { /* of one head */
             to = (from / of_one + 1) * of_one;
             if (to > last) to = last;
-            Product p = j->product;
-            p.rounded = of_head(j, from / of_one);
+            const Product p = {.inputs = inputs, .outputs = j->heads * j->outputs, .blocks = j->blocks, .out = j->out,
+                               .rounded = of_head(j, from / of_one), .rows = rows, .half = j->half};
             multiply_blocks(&p, from * UNIT, to * UNIT);
         }
     }
 }
 
-/* out [rows, heads, outputs], x [rows, heads, inputs], blocks of all heads' outputs, rows, heads, inputs, outputs, a
-   multiple of 16, strides of x's rows and heads, half, spare [heads, rounded_size], workers */
-static PyObject *py_head_blocks(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[12];
-    if (!numbers(args, given, 12, n)) return NULL;
-    HeadBlocks j = {.product = {.out = POINTER(n[0]),
-                                .blocks = POINTER(n[2]),
-                                .rows = n[3],
-                                .inputs = n[5],
-                                .outputs = n[4] * n[6],
-                                .half = n[9]},
-                    .x = POINTER(n[1]),
-                    .spare = POINTER(n[10]),
-                    .heads = n[4],
-                    .outputs = n[6],
-                    .row_stride = n[7],
-                    .head_stride = n[8]};
+static void head_blocks(int64_t *n) {
+    HeadBlocks *j = (HeadBlocks *)n;
     RELEASE_GIL
-    run_team(some_head_blocks, &j, &j.team, POINTER(n[11]));
+    run_team(some_head_blocks, j, &j->team, j->workers);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 
 /* -- vectors of which the end is turned ---------------------------------------------------------------------------- */
 
+/* Up to factor, what `concat_rope` is given. */
 typedef struct {
-    const char *plain, *turned, *cos, *sin;
-    char *out;
-    int64_t rows, heads, same, dim, half, next; /* same: elements that are not turned; dim: those that are */
-    int64_t plain_row, plain_head, turned_row, turned_head, rope_row; /* strides, elements */
-    float factor;
+    char *out;                                                             /* [rows, heads, same + dim] */
+    const char *plain, *turned, *cos, *sin;                                /* [rows, heads, same]; [rows, heads, dim] */
+    int64_t rows, heads, same, dim; /* same: elements that are not turned; dim: those that are */
+    int64_t plain_row, plain_head, turned_row, turned_head, rope_row, half; /* strides, elements */
+    Workers *workers;
+    double factor;
+    int64_t next;
 } Turning;
 
 INLINE void turn_row(const Turning *t, int64_t row, const int half) {
     const int64_t mid = t->dim / 2, width = half ? 2 : 4, rope = row * t->rope_row;
-    const vf factor = splat(t->factor);
+    const vf factor = splat((float)t->factor);
     for (int64_t h = 0; h < t->heads; h++) {
         const char *plain = t->plain + (row * t->plain_row + h * t->plain_head) * width;
         const char *from = t->turned + (row * t->turned_row + h * t->turned_head) * width;
         char *out = t->out + (row * t->heads + h) * (t->same + t->dim) * width, *to = out + t->same * width;
-        if (t->factor == 1) memcpy(out, plain, (size_t)(t->same * width));
+        if ((float)t->factor == 1) memcpy(out, plain, (size_t)(t->same * width));
         else
             for (int64_t c = 0; c < t->same; c += LANES)
                 store(out, c, t->same - c, half, load(plain, c, t->same - c, half) * factor);
@@ -230,49 +198,28 @@ static void turn_some(void *data) {
         else turn_row(t, row, 0);
 }
 
-/* out [rows, heads, same + dim], plain [rows, heads, same], turned [rows, heads, dim], cos, sin, rows, heads, same, dim,
-   strides of plain's rows and heads, of turned's, of cos and sin, half, workers; factor */
-static PyObject *py_concat_rope(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[16];
-    if (!numbers(args, given - 1, 16, n)) return NULL;
-    Turning t = {.out = POINTER(n[0]),
-                 .plain = POINTER(n[1]),
-                 .turned = POINTER(n[2]),
-                 .cos = POINTER(n[3]),
-                 .sin = POINTER(n[4]),
-                 .rows = n[5],
-                 .heads = n[6],
-                 .same = n[7],
-                 .dim = n[8],
-                 .plain_row = n[9],
-                 .plain_head = n[10],
-                 .turned_row = n[11],
-                 .turned_head = n[12],
-                 .rope_row = n[13],
-                 .half = n[14],
-                 .factor = (float)PyFloat_AsDouble(args[16])};
-    if (PyErr_Occurred()) return NULL;
+static void concat_rope(int64_t *n) {
+    Turning *t = (Turning *)n;
     RELEASE_GIL
-    run(turn_some, &t, POINTER(n[15]), t.rows * t.heads * (t.same + t.dim) / 2000);
+    run(turn_some, t, t->workers, t->rows * t->heads * (t->same + t->dim) / 2000);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 
 /* -- rows to the pool ---------------------------------------------------------------------------------------------- */
 
 /* pool [slots, size], slots, x [rows, size], rows, size, half of x, half of the pool */
-static PyObject *py_keep_rows(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[7];
-    if (!numbers(args, given, 7, n)) return NULL;
+static void keep_rows(int64_t *n) {
     const int64_t *slots = POINTER(n[1]), size = n[4];
     for (int64_t i = 0; i < n[3]; i++)
         for (int64_t c = 0; c < size; c += LANES)
             store(POINTER(n[0]), slots[i] * size + c, size - c, (int)n[6],
                   load(POINTER(n[2]), i * size + c, size - c, (int)n[5]));
-    Py_RETURN_NONE;
 }
 
-#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
-PyMethodDef latent_methods[] = {
-    METHOD(head_products), METHOD(head_blocks), METHOD(concat_rope), METHOD(keep_rows), {NULL, NULL, 0, NULL},
+Function latent_functions[] = {
+    {"head_products", head_products, UP_TO(HeadProduct, panels), sizeof(HeadProduct)},
+    {"head_blocks", head_blocks, UP_TO(HeadBlocks, team), sizeof(HeadBlocks)},
+    {"concat_rope", concat_rope, UP_TO(Turning, factor), sizeof(Turning), .doubles = 1},
+    {"keep_rows", keep_rows, 7},
+    {0},
 };

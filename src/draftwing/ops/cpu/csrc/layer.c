@@ -17,32 +17,26 @@
 #define UNIT 32                /* outputs of a GEMM that threads take at a time */
 enum { QKV, O, GATE_UP, DOWN, GEMMS };
 
+/* Of its numbers: those up to the GEMMs, numbers of these, and of each the address of its `Adapted`, or 0. */
 typedef struct {
-    const void *attn_norm, *mlp_norm, *q_norm, *k_norm; /* attn_norm: NULL where the input comes normed */
-    int64_t hidden, ffn, window, scalar; /* window, sinks, scalar: as in `Attention` */
+    const void *attn_norm, *mlp_norm; /* attn_norm: NULL where the input comes normed */
+    const void *q_norm, *k_norm;      /* or NULL */
+    int64_t hidden, ffn, window;
     const float *sinks;
+    int64_t scalar; /* window, sinks, scalar: as in `Attention` */
     Product qkv, o, gate_up, down;
-    const int64_t *adapted[GEMMS]; /* numbers of what adapters add to each, or NULL */
+    const Adapted *adapted[GEMMS]; /* what adapters add to each, or NULL */
 } Layer;
-
-/* attn_norm, mlp_norm, q_norm and k_norm or zeros, hidden, ffn, window, sinks, scalar; the four GEMMs, 6 numbers each, and of
-   each the address of numbers of its adapters, or 0 */
 static Layer layer_of(const int64_t *n, int64_t half) {
-    return (Layer){.attn_norm = POINTER(n[0]),
-                   .mlp_norm = POINTER(n[1]),
-                   .q_norm = POINTER(n[2]),
-                   .k_norm = POINTER(n[3]),
-                   .hidden = n[4],
-                   .ffn = n[5],
-                   .window = n[6],
-                   .sinks = POINTER(n[7]),
-                   .scalar = n[8],
-                   .qkv = product_of(n + 9, half),
-                   .o = product_of(n + 9 + GEMM, half),
-                   .gate_up = product_of(n + 9 + 2 * GEMM, half),
-                   .down = product_of(n + 9 + 3 * GEMM, half),
-                   .adapted = {POINTER(n[9 + 4 * GEMM]), POINTER(n[10 + 4 * GEMM]), POINTER(n[11 + 4 * GEMM]),
-                               POINTER(n[12 + 4 * GEMM])}};
+    const int64_t *gemms = n + UP_TO(Layer, qkv), *adapted = gemms + GEMMS * GEMM;
+    Layer l;
+    memcpy(&l, n, offsetof(Layer, qkv));
+    l.qkv = product_of(gemms, half);
+    l.o = product_of(gemms + GEMM, half);
+    l.gate_up = product_of(gemms + 2 * GEMM, half);
+    l.down = product_of(gemms + 3 * GEMM, half);
+    memcpy(l.adapted, adapted, sizeof l.adapted);
+    return l;
 }
 
 /* A thread's share of them, in units of `size`. */
@@ -77,17 +71,23 @@ static void product(Product p, Range outputs, void *out, const void *x, const Ro
     multiply_part(&p, outputs.from, outputs.to);
 }
 
+/* Up to eps, what `layers` is given: layers of one size, whose heads and MLP are multiples of 32. */
 typedef struct {
-    Team team;
-    int64_t count, rows, half, threads;     /* count: of layers; threads: at most */
-    const int64_t *layers, *pools, *places; /* addresses of their numbers and of their keys and values; see py_layers */
-    const char *x, *normed;
-    char *outs, *spare;
+    const char *x, *normed; /* normed: NULL where layers norm their inputs; otherwise there is one layer */
+    char *outs;             /* [.., rows, hidden] */
+    int64_t count;
+    const int64_t *layers, *pools; /* addresses of their numbers, and of their keys and values */
+    const int64_t *places;         /* which of outs each writes */
+    char *spare;
     int64_t width; /* most inputs of a normed row */
-    Rows rope;
-    Attention attention;
+    const int64_t *slots;
+    const void *cos, *sin;
+    int64_t rope_stride, rows, half;
+    int64_t attention[ATTENTION]; /* out, q, kv, window, sinks and scalar are set here */
+    const int64_t *adapters;      /* slots of rows' adapters, or NULL: they have none */
     double eps;
-    const int64_t *slots; /* of rows' adapters, or NULL: they have none */
+    Team team;
+    int64_t threads; /* at most */
 } Layers;
 
 /* Memory of all that a layer computes on its way; what is normed, of few rows, is of a thread's own. */
@@ -132,7 +132,7 @@ static Spare spare_of(const Layers *j, const Layer *l, int64_t number) {
     s.normed = at + member * own;
     s.normed_bytes = s.normed + bytes * l->hidden;
     s.end = s.normed + own - j->spare;
-    if (j->slots) { /* behind what any thread has */
+    if (j->adapters) { /* behind what any thread has */
         const char *last = at + (rows > OWN_ROWS ? 1 : j->threads) * own;
         s.between = (char *)j->spare + (last - j->spare + 63) / 64 * 64;
         s.end = s.between + between_bytes(l, rows) - j->spare;
@@ -170,8 +170,8 @@ static Shares units_of(const Layers *j, const Member *me, const Spare *s, int ge
 /* What adapters add to a GEMM. Threads share the first product, and none waits for it before its outputs want it. */
 static Adapting adapt_inputs(const Layers *j, const Layer *l, int gemm, const void *x, const Rounded *small,
                              const Spare *s) {
-    const Adapting a = {j->slots, x, small, s->between, j->rows, j->half};
-    if (!j->slots) return a;
+    const Adapting a = {j->adapters, x, small, s->between, j->rows, j->half};
+    if (!j->adapters) return a;
     int64_t *taken = counters_of(j, s, gemm), units = adapter_units(l->adapted[gemm]);
     for (int64_t unit; (unit = take(taken, 1)) < units;) {
         adapter_down(l->adapted[gemm], &a, unit);
@@ -182,7 +182,7 @@ static Adapting adapt_inputs(const Layers *j, const Layer *l, int gemm, const vo
 static void adapt_outputs(const Layers *j, const Layer *l, int gemm, void *y, const Adapting *a, const Spare *s,
                           Range outputs) {
     Ahead nothing = {0};
-    if (!j->slots) return;
+    if (!j->adapters) return;
     await_count(counters_of(j, s, gemm) + TAKEN, adapter_units(l->adapted[gemm]), &nothing);
     adapter_up(l->adapted[gemm], a, y, outputs.from, outputs.to);
 }
@@ -190,7 +190,7 @@ static void some_of_layers(void *data) {
     Layers *j = data;
     const Member me = join(&j->team);
     const int64_t rows = j->rows, width = j->half ? 2 : 4;
-    Attention a = j->attention;
+    Attention a = attention_of(j->attention);
     const char *x = j->x;
     Ahead next = {0};
     for (int64_t l = 0; l < j->count; l++) {
@@ -198,12 +198,21 @@ static void some_of_layers(void *data) {
         const int64_t hidden = layer.hidden, ffn = layer.ffn, all_heads = a.heads + 2 * a.kv_heads;
         Spare s = spare_of(j, &layer, me.number);
         char *out = j->outs + j->places[l] * rows * hidden * width;
-        Rows rope = j->rope;
-        rope.out = s.qkv;
-        rope.stride = layer.qkv.outputs;
-        rope.kv = POINTER(j->pools[l]);
-        rope.q_norm = layer.q_norm;
-        rope.k_norm = layer.k_norm;
+        const Rows rope = {.out = s.qkv,
+                           .kv = POINTER(j->pools[l]),
+                           .slots = j->slots,
+                           .cos = j->cos,
+                           .sin = j->sin,
+                           .heads = a.heads,
+                           .kv_heads = a.kv_heads,
+                           .dim = a.dim,
+                           .stride = layer.qkv.outputs,
+                           .rope_stride = j->rope_stride,
+                           .half = j->half,
+                           .kv_type = a.kv_type,
+                           .q_norm = layer.q_norm,
+                           .k_norm = layer.k_norm,
+                           .eps = j->eps};
         const Rows silu = {.out = s.gated, .x = s.gate_up, .size = ffn, .half = j->half};
         const Range halves = range_of(&me, hidden / UNIT, UNIT);
 
@@ -268,57 +277,26 @@ static void some_of_layers(void *data) {
     }
 }
 
-static Layers layers_of(const int64_t *n) {
-    const Attention a = attention_of(n + 15);
-    return (Layers){.x = POINTER(n[0]),
-                    .normed = POINTER(n[1]),
-                    .outs = POINTER(n[2]),
-                    .count = n[3],
-                    .layers = POINTER(n[4]),
-                    .pools = POINTER(n[5]),
-                    .places = POINTER(n[6]),
-                    .spare = POINTER(n[7]),
-                    .width = n[8],
-                    .slots = POINTER(n[15 + ATTENTION]),
-                    .rows = n[13],
-                    .half = n[14],
-                    .threads = a.workers->most,
-                    .attention = a,
-                    .rope = {.slots = POINTER(n[9]),
-                             .cos = POINTER(n[10]),
-                             .sin = POINTER(n[11]),
-                             .rope_stride = n[12],
-                             .heads = a.heads,
-                             .kv_heads = a.kv_heads,
-                             .dim = a.dim,
-                             .half = n[14],
-                             .kv_type = a.kv_type}};
-}
-
 /* rows, half, numbers of a layer, most inputs of a normed row, threads, whether there are adapters -> bytes of `spare` */
-PyObject *py_layers_spare(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[6];
-    if (!numbers(args, given, 6, n)) return NULL;
-    const Layers j = {.rows = n[0], .half = n[1], .width = n[3], .threads = n[4], .slots = n[5] ? n : NULL};
+static int64_t layers_spare(int64_t *n) {
+    const Layers j = {.rows = n[0], .half = n[1], .width = n[3], .threads = n[4], .adapters = n[5] ? n : NULL};
     const Layer layer = layer_of(POINTER(n[2]), n[1]);
-    return PyLong_FromLongLong(spare_of(&j, &layer, n[4] - 1).end);
+    return spare_of(&j, &layer, n[4] - 1).end;
 }
 
-/* x, normed (0: each layer norms its input; otherwise there is one layer), outs [.., rows, hidden], layers, addresses
-   of their numbers, of their keys and values, and which of outs each writes; spare, most inputs of a normed row, slots,
-   cos, sin, their stride, rows, half; numbers of attention, whose out, q, kv, window, sinks and scalar are set here; slots of rows'
-   adapters, or 0; eps. The
-   layers are of one size. The size of a head and of the MLP are multiples of 32. */
-PyObject *py_layers(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[16 + ATTENTION];
-    if (!numbers(args, given - 1, 16 + ATTENTION, n)) return NULL;
-    Layers job = layers_of(n);
-    job.eps = job.rope.eps = PyFloat_AsDouble(args[16 + ATTENTION]);
-    if (PyErr_Occurred()) return NULL;
-    memset(job.spare, 0, (size_t)taken_bytes(&job));
+static void layers(int64_t *n) {
+    Layers *j = (Layers *)n;
+    Workers *workers = attention_of(j->attention).workers;
+    j->threads = workers->most;
+    memset(j->spare, 0, (size_t)taken_bytes(j));
     /* Many layers take as long as several turns: others of Python would wait for all of them. */
-    PyThreadState *released = job.count > 1 ? PyEval_SaveThread() : release_gil();
-    run_team(some_of_layers, &job, &job.team, job.attention.workers);
+    PyThreadState *released = j->count > 1 ? PyEval_SaveThread() : release_gil();
+    run_team(some_of_layers, j, &j->team, workers);
     take_gil(released);
-    Py_RETURN_NONE;
 }
+
+Function layer_functions[] = {
+    {"layers_spare", .count = layers_spare, .given = 6},
+    {"layers", layers, UP_TO(Layers, eps), sizeof(Layers), .doubles = 1},
+    {0},
+};

@@ -86,16 +86,14 @@ static int64_t choose(Node *all, int64_t count, int64_t nodes, int64_t most, con
 
 /* tokens, parent, alive, grade of the first and of the second; batch, nodes of the first, of the second, of the result,
    depth's bound; seen, accepted; tokens, parent, alive, grade */
-static PyObject *py_merge(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[19];
-    if (!numbers(args, given, 19, n)) return NULL;
+static void merge(int64_t *n) {
     const Draft first = DRAFT(0, 9), second = DRAFT(4, 10);
     const int64_t batch = n[8], nodes = n[11], count = first.nodes + second.nodes;
     const Calibration calibration = {POINTER(n[13]), POINTER(n[14])};
     int64_t *tokens = POINTER(n[15]), *parent = POINTER(n[16]), *grade = POINTER(n[18]);
     uint8_t *alive = POINTER(n[17]);
     Node *all = PyMem_Malloc((size_t)count * sizeof(Node) + (size_t)nodes * 8);
-    if (!all) return PyErr_NoMemory();
+    if (!all) return (void)PyErr_NoMemory();
     int64_t *held = (int64_t *)(all + count);
     int fine = 1;
     for (int64_t b = 0; b < batch && (fine = unite(&first, &second, b, all)); b++) {
@@ -115,22 +113,14 @@ static PyObject *py_merge(PyObject *self, PyObject *const *args, Py_ssize_t give
         grade[to] = all[0].grade;
     }
     PyMem_Free(all);
-    if (!fine) return PyErr_Format(PyExc_ValueError, "expected parents before their children in trees to merge");
-    Py_RETURN_NONE;
+    if (!fine) PyErr_Format(PyExc_ValueError, "expected parents before their children in trees to merge");
 }
 
 /* values, stride, count, highest value: one more each */
-static PyObject *py_raise_confidence(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[4];
-    if (!numbers(args, given, 4, n)) return NULL;
+static void raise_confidence(int64_t *n) {
     int64_t *value = POINTER(n[0]);
     for (int64_t i = 0; i < n[2]; i++, value += n[1])
         if (*value < n[3]) ++*value;
-    Py_RETURN_NONE;
 }
 
-PyMethodDef merge_methods[] = {
-    {"merge", (PyCFunction)(void (*)(void))py_merge, METH_FASTCALL, NULL},
-    {"raise_confidence", (PyCFunction)(void (*)(void))py_raise_confidence, METH_FASTCALL, NULL},
-    {NULL, NULL, 0, NULL},
-};
+Function merge_functions[] = {{"merge", merge, 19}, {"raise_confidence", raise_confidence, 4}, {0}};

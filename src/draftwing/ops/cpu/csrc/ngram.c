@@ -29,14 +29,14 @@ enum { BASE, TAG, QUOTA, CURSOR, NEWEST, COLUMNS }; /* of the memory's row table
 typedef struct {
     const int64_t *rows;
     int64_t batch;
-    const int64_t *tokens, *kv_len; /* of the row table */
-    int64_t context, size;          /* of tokens: of a row, of all */
-    int64_t *state, *log, *table;   /* of the memory, as are the factors */
+    const int64_t *tokens;        /* of the row table */
+    int64_t context, size;        /* of tokens: of a row, of all */
+    int64_t *state, *log, *table; /* of the memory, as are the factors */
     const int64_t *factors;
     int64_t mask, window, image; /* image: the token that stands for one, -1: none does */
 } Memory;
+#define MEMORY 12 /* numbers of it */
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t clamped(int64_t x, int64_t end) { return x < 0 ? 0 : x < end ? x : end - 1; }
 
 /* First entry of the bucket of the i-th hashed length. Sums wrap around, as torch's do. */
@@ -162,11 +162,12 @@ static void copy_shared(const int64_t *place, int64_t branch, int64_t *to) {
     for (; d < branch; d++) to[d * KEPT] = -1;
 }
 
-/* The table's rows of candidates [branch, KEPT], match [KEPT] and gap. Past the last match, candidates stay as they
-   are: their match is 0. Returns the confidence. */
-static int64_t confidence_row(const Memory *m, int64_t row, int64_t branch, int64_t min_window, int64_t steady,
-                              int64_t max_confidence, int64_t *candidates, int64_t *match, int64_t *gap) {
-    const int64_t *state = m->state + row * COLUMNS, *text = m->tokens + row * m->context, newest = m->kv_len[row];
+/* newest: position of the row's; the table's rows of candidates [branch, KEPT], match [KEPT] and gap. Past the last
+   match, candidates stay as they are: their match is 0. Returns the confidence. */
+static int64_t confidence_row(const Memory *m, int64_t row, int64_t newest, int64_t branch, int64_t min_window,
+                              int64_t steady, int64_t max_confidence, int64_t *candidates, int64_t *match,
+                              int64_t *gap) {
+    const int64_t *state = m->state + row * COLUMNS, *text = m->tokens + row * m->context;
     if (!state[QUOTA]) return 0;
     Best best = {.count = 0};
     int64_t places[FOUND], confidence = 0;
@@ -257,64 +258,39 @@ static void build_row(const Build *b) {
     }
 }
 
-/* -- the module: pointers and sizes as integers, unchecked; ops/suffix/cpu.py knows the tensors ---------------- */
+/* -- the module; ops/ngram/cpu.py knows the tensors ------------------------------------------------------------- */
 
-static Memory memory_of(const int64_t *n) {
-    return (Memory){.rows = POINTER(n[0]),
-                    .batch = n[1],
-                    .tokens = POINTER(n[2]),
-                    .context = n[3],
-                    .size = n[4],
-                    .state = POINTER(n[5]),
-                    .log = POINTER(n[6]),
-                    .table = POINTER(n[7]),
-                    .factors = POINTER(n[8]),
-                    .mask = n[9],
-                    .window = n[10],
-                    .image = n[11]};
-}
-
-/* rows, B, tokens, context, size of tokens, state, log, table, factors, mask, window, image, prefix_len, count, limit,
-   cells of a ring, clock */
-static PyObject *py_insert(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[17];
-    if (!numbers(args, given, 17, n)) return NULL;
-    const Memory m = memory_of(n);
+/* memory; prefix_len, count, limit, cells of a ring, clock */
+static void insert(int64_t *n) {
+    const Memory m = *(const Memory *)n;
     const int64_t *prefix = POINTER(n[12]), *count = POINTER(n[13]);
     int64_t *clock = POINTER(n[16]);
     *clock += INSERT;
     for (int64_t b = 0; b < m.batch; b++) insert_row(&m, m.rows[b], prefix[b], count[b], n[14], n[15], *clock);
-    Py_RETURN_NONE;
 }
 
-/* rows, B, tokens, context, size of tokens, state, log, table, factors, mask, window, image, kv_len, candidates, match,
-   gap, branch, min_window, steady, max_confidence, out, its stride */
-static PyObject *py_ngram_confidence(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[22];
-    if (!numbers(args, given, 22, n)) return NULL;
-    Memory m = memory_of(n);
-    m.kv_len = POINTER(n[12]);
+/* memory; kv_len, candidates, match, gap, branch, min_window, steady, max_confidence, out, its stride */
+static void ngram_confidence(int64_t *n) {
+    const Memory m = *(const Memory *)n;
+    const int64_t *kv_len = POINTER(n[12]);
     int64_t *candidates = POINTER(n[13]), *match = POINTER(n[14]), *gap = POINTER(n[15]), *out = POINTER(n[20]);
     for (int64_t b = 0; b < m.batch; b++) {
         const int64_t row = m.rows[b];
-        out[b * n[21]] = confidence_row(&m, row, n[16], n[17], n[18], n[19], candidates + row * n[16] * KEPT,
+        out[b * n[21]] = confidence_row(&m, row, kv_len[row], n[16], n[17], n[18], n[19], candidates + row * n[16] * KEPT,
                                         match + row * KEPT, gap + row);
     }
-    Py_RETURN_NONE;
 }
 
 /* rows, B, candidates, match, last, weight, matches, branch, depth, nodes, tokens, parent, alive, grade. depth is above
    0 and nodes above 1 */
-static PyObject *py_build(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[14];
-    if (!numbers(args, given, 14, n)) return NULL;
+static void build(int64_t *n) {
     const int64_t *rows = POINTER(n[0]), *candidates = POINTER(n[2]), *match = POINTER(n[3]), *last = POINTER(n[4]);
     int64_t *tokens = POINTER(n[10]), *parent = POINTER(n[11]), *grade = POINTER(n[13]);
     uint8_t *alive = POINTER(n[12]);
     Build b = {.weight = POINTER(n[5]), .matches = n[6], .branch = n[7], .depth = n[8], .nodes = n[9]};
     const size_t levels = (size_t)b.depth * sizeof *b.owner, best = (size_t)b.nodes * 8;
     char *scratch = PyMem_Malloc(2 * levels + 2 * best);
-    if (!scratch) return PyErr_NoMemory();
+    if (!scratch) return (void)PyErr_NoMemory();
     b.owner = (void *)scratch, b.place = (void *)(scratch + levels);
     b.key = (void *)(scratch + 2 * levels), b.best = (void *)(scratch + 2 * levels + best);
     for (int64_t i = 0; i < n[1]; i++) {
@@ -324,12 +300,11 @@ static PyObject *py_build(PyObject *self, PyObject *const *args, Py_ssize_t give
         build_row(&b);
     }
     PyMem_Free(scratch);
-    Py_RETURN_NONE;
 }
 
-PyMethodDef ngram_methods[] = {
-    {"ngram_insert", (PyCFunction)(void (*)(void))py_insert, METH_FASTCALL, NULL},
-    {"ngram_confidence", (PyCFunction)(void (*)(void))py_ngram_confidence, METH_FASTCALL, NULL},
-    {"ngram_build", (PyCFunction)(void (*)(void))py_build, METH_FASTCALL, NULL},
-    {NULL, NULL, 0, NULL},
+Function ngram_functions[] = {
+    {"ngram_insert", insert, MEMORY + 5},
+    {"ngram_confidence", ngram_confidence, MEMORY + 10},
+    {"ngram_build", build, 14},
+    {0},
 };

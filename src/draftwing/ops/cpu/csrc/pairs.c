@@ -5,8 +5,10 @@
 
 typedef struct {
     void *out;
-    const void *x, *factors, *base, *residual;
-    int64_t count, rows, size, taps, groups, side, half, next; /* count: rows of all blocks */
+    const void *x, *factors, *base, *residual; /* residual: or NULL */
+    int64_t count, rows, size, taps, groups, side, half; /* count: rows of all blocks; rows: of a block */
+    Workers *workers;
+    int64_t next;
 } Convolution;
 
 /* base + factor of the channels from c on. */
@@ -37,17 +39,11 @@ static void some_rows(void *data) {
         else convolve_row(j, row, 0);
 }
 
-/* out, x, factors, base, residual or 0, rows of all blocks, rows of a block, size, taps, groups, side, half, workers */
-static PyObject *py_block_conv(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[13];
-    if (!numbers(args, given, 13, n)) return NULL;
-    Convolution j = {.out = POINTER(n[0]), .x = POINTER(n[1]), .factors = POINTER(n[2]), .base = POINTER(n[3]),
-                     .residual = POINTER(n[4]), .count = n[5], .rows = n[6], .size = n[7], .taps = n[8],
-                     .groups = n[9], .side = n[10], .half = n[11]};
+static void block_conv(int64_t *n) {
+    Convolution *j = (Convolution *)n;
     RELEASE_GIL
-    run(some_rows, &j, POINTER(n[12]), j.count * j.size * j.taps / 4000);
+    run(some_rows, j, j->workers, j->count * j->size * j->taps / 4000);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 
 /* ln of the sum of exp of some of the first `count`. */
@@ -61,9 +57,7 @@ static float log_sum(const float *x, int64_t count) {
 /* ids, log p [nodes, chosen]; candidates' ids [batch, count] and log p, above [nodes], gates [batch, rank], before,
    after [.., rank], half, nodes, batch, count, rank, chosen, scratch [count + rank] float: the best candidates of
    each node, nodes / batch of a row */
-static PyObject *py_pairs(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[15];
-    if (!numbers(args, given, 15, n)) return NULL;
+static void pairs(int64_t *n) {
     int64_t *ids = POINTER(n[0]);
     float *best = POINTER(n[1]), *scores = POINTER(n[14]);
     const int half = (int)n[8];
@@ -94,8 +88,10 @@ static PyObject *py_pairs(PyObject *self, PyObject *const *args, Py_ssize_t give
         for (int64_t k = 0; k < chosen; k++) best[k] += shift;
     }
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 
-#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
-PyMethodDef pair_methods[] = {METHOD(block_conv), METHOD(pairs), {NULL, NULL, 0, NULL}};
+Function pair_functions[] = {
+    {"block_conv", block_conv, UP_TO(Convolution, next), sizeof(Convolution)},
+    {"pairs", pairs, 15},
+    {0},
+};

@@ -23,9 +23,9 @@ typedef struct {
 /* Whether call i is a GEMM that threads share, and its numbers. */
 static int reads_weight(const Replay *r, Py_ssize_t i, int64_t *gemm) {
     PyObject *call = PyList_GetItem(r->calls, i);
-    PyObject *function = PyTuple_GetItem(call, 0), *given = PyTuple_GetItem(call, 1);
-    if (!PyCFunction_Check(function)) return 0;
-    if (PyCFunction_GetFunction(function) != (PyCFunction)(void (*)(void))py_block_gemm) return 0;
+    const Function *function = function_of(PyTuple_GetItem(call, 0));
+    PyObject *given = PyTuple_GetItem(call, 1);
+    if (function != block_gemm_functions) return 0;
     const int64_t rows = PyLong_AsLongLong(PyTuple_GetItem(given, 3));
     for (int c = 0; c < GEMM; c++) gemm[c] = PyLong_AsLongLong(PyTuple_GetItem(given, 4 + c));
     return rows * gemm[2] * gemm[3] >= SMALL;
@@ -48,11 +48,12 @@ static void make_calls(void *data) {
 
 /* calls, workers */
 PyObject *py_replay(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t workers;
-    if (!numbers(args + 1, given - 1, 1, &workers)) return NULL;
+    if (given != 2) return PyErr_Format(PyExc_TypeError, "replay: expected calls and workers, found %zd", given);
+    Workers *workers = POINTER(PyLong_AsLongLong(args[1]));
     Replay r = {args[0], PyList_Size(args[0])};
+    if (PyErr_Occurred()) return NULL;
     if (r.count < FEWEST_CALLS) make_calls(&r);
-    else run_together(make_calls, &r, POINTER(workers));
+    else run_together(make_calls, &r, workers);
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;
 }

@@ -121,18 +121,27 @@ INLINE int any(vi mask) {
 
 /* -- a row -------------------------------------------------------------------------------------------------------- */
 
+/* Up to workers what `draw` is given, and up to edit where logits are edited. */
 typedef struct {
+    int64_t *ids; /* [rows, count]: the best of each row, by ascending id */
+    float *noise; /* the same */
+    int64_t count;
     const void *logits;
-    const int64_t *positions, *depth, *seed, *top_k, *filtered; /* rows with filters; NULL: those whose values say so */
-    const float *temperature, *top_p, *min_p;                   /* NULL: all are 0; no filters */
-    const int64_t *ban_until, *ban_ids;                         /* [batch], [batch, bans]; NULL: none */
-    const Edits *edits;                                         /* NULL: none */
-    int64_t *ids;
-    float *noise;
-    Edit *edit;                                                          /* of the best, where there are edits */
-    int64_t rows, nodes, vocab, half, count, bans, next, worker, padded; /* padded: vocab up to 16s */
+    int64_t half, rows, nodes, vocab;
+    const int64_t *positions, *depth, *seed;
+    const float *temperature; /* NULL: all are 0 */
+    const int64_t *filtered;  /* rows with filters; NULL: those whose values say so */
+    const int64_t *top_k;
+    const float *top_p, *min_p; /* NULL: no filters */
+    const int64_t *ban_until, *ban_ids; /* [batch], [batch, bans]; NULL: none */
+    int64_t bans;
     uint32_t *scratch; /* [threads, 5 * padded + width of paths]: two parts for filters, then a row's own logits,
                           counts, the tokens that have some, and counts before its path; less without edits */
+    Workers *workers;
+    int64_t numbers[EDITS]; /* of `Edits`; zeros: none */
+    Edit *edit;             /* of the best, where there are edits: factor and summand */
+    const Edits *edits;     /* NULL: none */
+    int64_t next, worker, padded; /* padded: vocab up to 16s */
 } Draw;
 /* What a thread keeps between the nodes of a row. */
 typedef struct {
@@ -149,12 +158,15 @@ typedef struct {
     int32_t limit; /* pattern of the largest gap to the top that filters leave; ALL: there are none */
 } Row;
 
-/* Logits [c, c + 16) of the row at `at`, -inf past the end. */
-INLINE vf logits_of(const Draw *d, int64_t at, int64_t c, const int half) {
-    const int64_t left = d->vocab - c;
-    if (left >= LANES) return load(d->logits, at + c, LANES, half);
+/* Logits [c, c + 16) of a row at `at`, -inf from `end` on. */
+INLINE vf logits_before(const void *logits, int64_t at, int64_t c, int64_t end, const int half) {
+    const int64_t left = end - c;
+    if (left >= LANES) return load(logits, at + c, LANES, half);
     const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return select_f(more(splat_int((int32_t)left), lane), load(d->logits, at + c, left, half), splat(-INFINITY));
+    return select_f(more(splat_int((int32_t)left), lane), load(logits, at + c, left, half), splat(-INFINITY));
+}
+INLINE vf logits_of(const Draw *d, int64_t at, int64_t c, const int half) {
+    return logits_before(d->logits, at, c, d->vocab, half);
 }
 
 INLINE void scan_block(const Draw *d, const Row *r, Best *b, int64_t first, const int vectors, const int half,
@@ -211,9 +223,7 @@ INLINE float row_top(const Draw *d, int64_t at, float *sets, const int half) {
         storef(sets, part);
         most = larger(part, most);
     }
-    float top = most[0];
-    for (int l = 1; l < LANES; l++) top = most[l] > top ? most[l] : top;
-    return top;
+    return top_lane(most);
 }
 INLINE int64_t total_mass(const Draw *d, const Row *r, float scale, const int half) {
     vl sum = {0}, part;
@@ -341,12 +351,8 @@ INLINE void draw_row(const Draw *d, int64_t i, int64_t at, uint32_t *scratch, co
     finish(&best, d->ids + i * d->count, d->noise + i * d->count);
     if (bad && d->count == 1) d->ids[i] |= NOT_FINITE; /* of several, `heaviest` sees it */
 }
-static APART void draw_float(const Draw *d, int64_t i, int64_t at, uint32_t *scratch) {
-    draw_row(d, i, at, scratch, 0);
-}
-static APART void draw_half(const Draw *d, int64_t i, int64_t at, uint32_t *scratch) {
-    draw_row(d, i, at, scratch, 1);
-}
+static APART void draw_float(const Draw *d, int64_t i, int64_t at, uint32_t *scratch) { draw_row(d, i, at, scratch, 0); }
+static APART void draw_half(const Draw *d, int64_t i, int64_t at, uint32_t *scratch) { draw_row(d, i, at, scratch, 1); }
 
 /* -- logits of a row's own: with penalties and biases, then without what is banned ---------------------------------- */
 
@@ -405,9 +411,7 @@ static void draw_some(void *data) {
 /* rows, batch; seed, kv_len, floats [R, 3], top_k, ban_until, ban_ids [R, bans], bans; ahead; seed, position (kv_len +
    ahead), top_k, ban_until [batch] and ban_ids [batch, bans] one after the other; temperature, top_p, min_p [batch] one
    after the other */
-PyObject *py_sampling_rows(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[12];
-    if (!numbers(args, given, 12, n)) return NULL;
+static void sampling_rows(int64_t *n) {
     const int64_t *rows = POINTER(n[0]), batch = n[1], bans = n[8];
     int64_t *to = POINTER(n[10]);
     float *floats = POINTER(n[11]);
@@ -420,73 +424,23 @@ PyObject *py_sampling_rows(PyObject *self, PyObject *const *args, Py_ssize_t giv
         memcpy(to + 4 * batch + b * bans, (int64_t *)POINTER(n[7]) + row * bans, (size_t)bans * 8);
         for (int64_t k = 0; k < 3; k++) floats[k * batch + b] = ((float *)POINTER(n[4]))[row * 3 + k];
     }
-    Py_RETURN_NONE;
 }
 
-#define EDITS 15
-/* Of rows, text, its length, prompt_len, penalties, ids and values of biases, how many, tokens, nodes, path, its width,
-   path_len, costs, longest */
-static Edits edits_of(const int64_t *n) {
-    return (Edits){.rows = POINTER(n[0]),
-                   .text = POINTER(n[1]),
-                   .length = n[2],
-                   .prompt_len = POINTER(n[3]),
-                   .penalties = POINTER(n[4]),
-                   .bias_ids = POINTER(n[5]),
-                   .bias_values = POINTER(n[6]),
-                   .biases = n[7],
-                   .tokens = POINTER(n[8]),
-                   .nodes = n[9],
-                   .path = POINTER(n[10]),
-                   .width = n[11],
-                   .path_len = POINTER(n[12]),
-                   .costs = POINTER(n[13]),
-                   .longest = n[14]};
-}
-
-/* ids, noise, count, logits, half, rows, nodes, vocab, positions, depth, seed, temperature, filtered, top_k, top_p,
-   min_p, ban_until, ban_ids, bans, scratch, workers; then what edits the logits, and its factor and summand of each of
-   the best, if anything does. ids and noise [rows, count]: the best of each row, by ascending id */
-PyObject *py_draw(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[21 + EDITS + 1];
-    const int has_edits = given > 21;
-    if (!numbers(args, given, has_edits ? 21 + EDITS + 1 : 21, n)) return NULL;
-    Edits edits = has_edits ? edits_of(n + 21) : (Edits){0};
-    edits.to = n[7];
-    Draw d = {.ids = POINTER(n[0]),
-              .noise = POINTER(n[1]),
-              .count = n[2],
-              .logits = POINTER(n[3]),
-              .half = n[4],
-              .rows = n[5],
-              .nodes = n[6],
-              .vocab = n[7],
-              .positions = POINTER(n[8]),
-              .depth = POINTER(n[9]),
-              .seed = POINTER(n[10]),
-              .temperature = POINTER(n[11]),
-              .filtered = POINTER(n[12]),
-              .top_k = POINTER(n[13]),
-              .top_p = POINTER(n[14]),
-              .min_p = POINTER(n[15]),
-              .ban_until = POINTER(n[16]),
-              .ban_ids = POINTER(n[17]),
-              .bans = n[18],
-              .scratch = POINTER(n[19]),
-              .edits = has_edits ? &edits : NULL,
-              .edit = has_edits ? POINTER(n[21 + EDITS]) : NULL};
-    d.padded = (d.vocab + LANES - 1) / LANES * LANES;
+static void draw(int64_t *n) {
+    Draw *d = (Draw *)n;
+    Edits edits = {0};
+    memcpy(&edits, d->numbers, sizeof d->numbers);
+    edits.to = d->vocab;
+    d->edits = edits.rows ? &edits : NULL;
+    d->padded = round_up(d->vocab, LANES);
     RELEASE_GIL
-    run(draw_some, &d, d.rows > 1 ? POINTER(n[20]) : NULL, d.rows * d.vocab / (d.temperature ? 5000 : 10000));
+    run(draw_some, d, d->rows > 1 ? d->workers : NULL, d->rows * d->vocab / (d->temperature ? 5000 : 10000));
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 
 /* tokens [rows], ids, noise, logits [rows, count], rows, count; edit [rows, count] or 0: of each row the id with the
    largest noise + edited logit, the first of equals, or the first that is NaN; NOT_FINITE where that sum is not */
-PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[7];
-    if (!numbers(args, given, 7, n)) return NULL;
+static void heaviest(int64_t *n) {
     const int64_t *ids = POINTER(n[1]), count = n[5];
     const float *noise = POINTER(n[2]), *logits = POINTER(n[3]);
     const Edit *edit = POINTER(n[6]);
@@ -502,14 +456,16 @@ PyObject *py_heaviest(PyObject *self, PyObject *const *args, Py_ssize_t given) {
         }
         ((int64_t *)POINTER(n[0]))[row] = ids[at] | (most - most == 0.0f ? 0 : NOT_FINITE);
     }
-    Py_RETURN_NONE;
 }
 
 typedef struct {
-    float *out;
-    const int64_t *seed, *positions;
-    const int32_t *ids;                      /* NULL: 0, 1, .. */
-    int64_t rows, nodes, size, stride, next; /* stride of ids: 0 where all rows have the same */
+    float *out;                      /* [rows, size] */
+    const int64_t *seed, *positions; /* positions [rows] */
+    const int32_t *ids;              /* NULL: 0, 1, .. */
+    int64_t rows, nodes, size;       /* nodes: rows of a seed */
+    int64_t stride;                  /* of ids: 0 where all rows have the same */
+    Workers *workers;
+    int64_t next;
 } Noise;
 
 static void noise_some(void *data) {
@@ -529,35 +485,27 @@ static void noise_some(void *data) {
     }
 }
 
-/* out [rows, size], seed, positions [rows], ids, rows, nodes (rows of a seed), size, stride of ids, workers */
-PyObject *py_gumbel(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[9];
-    if (!numbers(args, given, 9, n)) return NULL;
-    Noise noise = {.out = POINTER(n[0]),
-                   .seed = POINTER(n[1]),
-                   .positions = POINTER(n[2]),
-                   .ids = POINTER(n[3]),
-                   .rows = n[4],
-                   .nodes = n[5],
-                   .size = n[6],
-                   .stride = n[7]};
+static void gumbel(int64_t *n) {
+    Noise *noise = (Noise *)n;
     RELEASE_GIL
-    run(noise_some, &noise, noise.rows > 1 ? POINTER(n[8]) : NULL, noise.rows * noise.size / 800);
+    run(noise_some, noise, noise->rows > 1 ? noise->workers : NULL, noise->rows * noise->size / 800);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 
 /* -- drafts: ops/expansion/spec.py top_tokens, with the noise of sampling ----------------------------------------- */
 
 typedef struct {
-    int64_t *ids;
-    float *logp;
+    int64_t *ids; /* [rows, nodes, count]: best first */
+    float *logp;  /* the same */
+    int64_t count;
     const void *logits;
+    int64_t half, rows, nodes, vocab;
     const int64_t *seed, *positions; /* of each row */
     const float *temperature;        /* and top_p, min_p, each of all rows; NULL: no noise */
     const int64_t *target;           /* token ids of the logits, NULL: 0, 1, .. */
-    int64_t rows, nodes, vocab, padded, half, count, next, worker;
-    float *scratch; /* [threads, 2 * padded]: a row's noise, a node's sums */
+    float *scratch;                  /* [threads, 2 * padded]: a row's noise, and room */
+    Workers *workers;
+    int64_t padded, next, worker;
 } Top;
 
 typedef struct {
@@ -590,123 +538,104 @@ static float reach_of(float temperature, float min_p) {
 INLINE vf unlikely(vf x, float top, float reach) { return larger(top - x - reach, splat(0.0f)); }
 INLINE float largest_of(const void *logits, int64_t at, int64_t from, int64_t to, const int half) {
     vf most = splat(-INFINITY);
-    for (int64_t c = from; c < to; c += LANES) {
-        const int64_t left = to - c < LANES ? to - c : LANES;
-        const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const vi inside = more(splat_int((int32_t)left), lane);
-        most = larger(select_f(inside, load(logits, at + c, left, half), splat(-INFINITY)), most);
-    }
-    float top = most[0];
-    for (int l = 1; l < LANES; l++) top = most[l] > top ? most[l] : top;
-    return top;
+    for (int64_t c = from; c < to; c += LANES) most = larger(logits_before(logits, at, c, to, half), most);
+    return top_lane(most);
 }
 
-INLINE void top_node(const Top *t, int64_t i, const float *noise, float reach, float *z, const int half) {
-    const Draw whole = {.logits = t->logits, .vocab = t->vocab};
-    const float largest = reach < NO_MIN_P ? largest_of(t->logits, i * t->vocab, 0, t->vocab, half) : 0.0f;
-    vf most = splat(-INFINITY), sum = {0};
-    for (int64_t c = 0; c < t->vocab; c += LANES) {
-        vf x = logits_of(&whole, i * t->vocab, c, half);
-        const vf less = reach < NO_MIN_P ? unlikely(x, largest, reach) : splat(0.0f);
-        if (noise) x += loadf(noise + c) - less;
-        most = larger(x, most);
-        storef(z + c, x);
-    }
-    float top = most[0];
-    for (int l = 1; l < LANES; l++) top = most[l] > top ? most[l] : top;
-    Best best;
-    begin(&best, t->count);
-    for (int64_t c = 0; c < t->vocab; c += LANES) {
-        const vf x = loadf(z + c);
-        sum += exp2_16((x - top) * LOG2E);
-        if (!any(x > best.cutoff)) continue;
-        for (int l = 0; l < LANES; l++)
-            if (x[l] > best.worst) enter_best(&best, c + l, x[l], 0.0f, 0.0f);
-    }
-    float total = sum[0];
-    for (int l = 1; l < LANES; l++) total += sum[l];
-    total = top + log_of(total);
-    for (int64_t j = 0; j < t->count; j++) { /* fewer where all else is -inf */
-        const int64_t at = i * t->count + j;
-        t->ids[at] = j < best.held ? best.id[j] : 0;
-        t->logp[at] = j < best.held ? best.z[j] - total : -INFINITY;
-    }
-}
-
-static void top_some(void *data) {
-    Top *t = data;
-    float *noise = t->scratch + take(&t->worker, 1) * 2 * t->padded, *z = noise + t->padded;
-    for (int64_t row; (row = take(&t->next, 1)) < t->rows;) {
-        const int noisy = t->temperature && t->temperature[row] > 0.0f;
-        const Noises own = {t->seed, t->positions, t->temperature, t->target};
-        const float reach = noisy ? reach_of(t->temperature[row], t->temperature[2 * t->rows + row]) : NO_MIN_P;
-        if (noisy) row_noise(&own, row, 0, t->vocab, noise);
-        for (int64_t i = row * t->nodes; i < (row + 1) * t->nodes; i++)
-            if (t->half) top_node(t, i, noisy ? noise : NULL, reach, z, 1);
-            else top_node(t, i, noisy ? noise : NULL, reach, z, 0);
-    }
-}
-
-/* Of states that a GEMM makes logits of, perhaps normed before: each thread looks for the best among
-   the outputs that it has made, which are in its cache. */
 typedef struct {
     float largest; /* of the logits as they are; where there is min-p */
     float top, total;
     Best best;
 } Found;
 typedef struct {
-    Team team;
-    Product product;               /* its x is that of thread 0, its out the logits */
-    const void *states, *norm;     /* norm: weight, or NULL */
-    const int64_t *places, *names; /* of each row in states, ids and logp, or NULL: 0, 1, ..; target ids, or NULL */
-    const int64_t *seed, *positions; /* of each group of `nodes` rows, whose noise is the same */
-    const float *temperature;        /* and top_p, min_p, each of all groups; NULL: no noise */
-    int64_t stride, count, nodes;
-    const Edits *edits; /* NULL: none */
-    int32_t *counts;    /* [2 * outputs] for these */
-    float *noise;       /* [outputs] of the row that is looked at */
-    int64_t *ids;
-    float *logp;
-    char *spare;  /* [threads]: rows [rows, inputs], which may be rounded to 8 bits behind that */
-    Found *found; /* [threads, rows] */
-    double eps;
-} Following;
-
-typedef struct {
     const float *noise; /* NULL: none */
     float largest, reach;
 } Noised;
-INLINE vf noised(const Noised *n, vf x, int64_t c) {
+INLINE vf noised(const Noised *n, const void *logits, int64_t at, int64_t c, int64_t end, const int half) {
+    const vf x = logits_before(logits, at, c, end, half);
     if (!n->noise) return x;
     return x + (loadf(n->noise + c) - (n->reach < NO_MIN_P ? unlikely(x, n->largest, n->reach) : splat(0.0f)));
 }
-
 INLINE void best_in(const void *logits, int64_t at, int64_t from, int64_t to, const Noised *noise, Found *found,
                     int64_t count, const int half) {
     vf most = splat(-INFINITY), sum = {0};
     begin(&found->best, count);
     for (int64_t c = from; c < to; c += LANES) {
-        const vf x = noised(noise, load(logits, at + c, LANES, half), c);
+        const vf x = noised(noise, logits, at, c, to, half);
         most = larger(x, most);
         if (!any(x > found->best.cutoff)) continue;
         for (int l = 0; l < LANES; l++)
             if (x[l] > found->best.worst) enter_best(&found->best, c + l, x[l], 0.0f, 0.0f);
     }
-    found->top = most[0];
-    for (int l = 1; l < LANES; l++) found->top = most[l] > found->top ? most[l] : found->top;
-    for (int64_t c = from; c < to; c += LANES) {
-        const vf x = noised(noise, load(logits, at + c, LANES, half), c);
-        sum += exp2_16((x - found->top) * LOG2E);
-    }
+    found->top = top_lane(most);
+    for (int64_t c = from; c < to; c += LANES)
+        sum += exp2_16((noised(noise, logits, at, c, to, half) - found->top) * LOG2E);
     found->total = sum[0];
     for (int l = 1; l < LANES; l++) found->total += sum[l];
 }
-
-static void best_of(const Product *p, int64_t row, int64_t from, int64_t to, const Noised *noise, Found *found,
-                    int64_t count) {
-    if (p->half) best_in(p->out, row * p->outputs, from, to, noise, found, count, 1);
-    else best_in(p->out, row * p->outputs, from, to, noise, found, count, 0);
+/* Of a row's logits, which begin at `at`, those of [from, to). */
+static void best_of(const void *logits, int64_t at, int64_t half, int64_t from, int64_t to, const Noised *noise,
+                    Found *found, int64_t count) {
+    if (half) best_in(logits, at, from, to, noise, found, count, 1);
+    else best_in(logits, at, from, to, noise, found, count, 0);
 }
+/* names: as of `Following`. total: log of the sum of all. Fewer are held where all else is -inf. */
+static void give(const Best *best, int64_t count, float total, const int64_t *names, int64_t *ids, float *logp) {
+    for (int64_t j = 0; j < count; j++) {
+        const int64_t id = j < best->held ? best->id[j] : 0;
+        ids[j] = names ? names[id] : id;
+        logp[j] = j < best->held ? best->z[j] - total : -INFINITY;
+    }
+}
+
+static void top_some(void *data) {
+    Top *t = data;
+    float *noise = t->scratch + take(&t->worker, 1) * 2 * t->padded;
+    for (int64_t row; (row = take(&t->next, 1)) < t->rows;) {
+        const int noisy = t->temperature && t->temperature[row] > 0.0f;
+        const Noises own = {t->seed, t->positions, t->temperature, t->target};
+        const float reach = noisy ? reach_of(t->temperature[row], t->temperature[2 * t->rows + row]) : NO_MIN_P;
+        if (noisy) row_noise(&own, row, 0, t->vocab, noise);
+        for (int64_t i = row * t->nodes; i < (row + 1) * t->nodes; i++) {
+            const int64_t at = i * t->vocab;
+            const float largest = reach < NO_MIN_P ? largest_of(t->logits, at, 0, t->vocab, (int)t->half) : 0.0f;
+            const Noised how = {noisy ? noise : NULL, largest, reach};
+            Found found;
+            best_of(t->logits, at, t->half, 0, t->vocab, &how, &found, t->count);
+            give(&found.best, t->count, found.top + log_of(found.total), NULL, t->ids + i * t->count,
+                 t->logp + i * t->count);
+        }
+    }
+}
+
+/* Of states that a GEMM makes logits of, perhaps normed before: each thread looks for the best among
+   the outputs that it has made, which are in its cache. Up to eps, what `following` is given, and then what edits the
+   logits, if anything does. */
+typedef struct {
+    int64_t *ids; /* [.., count]: best first */
+    float *logp;  /* the same */
+    const void *states;
+    int64_t stride;
+    const int64_t *places, *names; /* of each row in states, ids and logp, or NULL: 0, 1, ..; target ids, or NULL */
+    int64_t count;
+    const void *norm; /* weight, or NULL */
+    int64_t half, rows, gemm[GEMM]; /* outputs of the GEMM: a multiple of 32 */
+    /* Of the row that is looked at [outputs]; behind it, with edits, counts [2 * outputs], then logits [rows, outputs],
+       and of each thread rows [rows, inputs], which are rounded to 8 bits behind that if the weight is in blocks. */
+    float *noise;
+    Workers *workers;
+    const int64_t *seed, *positions; /* of each group of `nodes` rows, whose noise is the same */
+    const float *temperature;        /* and top_p, min_p, each of all groups; NULL: no noise */
+    int64_t nodes;
+    double eps;
+    int64_t numbers[DRAFT_EDITS]; /* see `draft_edits_of`; zeros: none */
+    Team team;
+    Product product; /* its x is that of thread 0, its out the logits */
+    const Edits *edits; /* NULL: none */
+    int32_t *counts;    /* for these */
+    char *spare;        /* of threads */
+    Found *found;       /* [threads, rows] */
+} Following;
 
 /* What the threads, whose outputs ascend, have found of a row. */
 static void join_found(const Following *f, int64_t row, int64_t threads) {
@@ -722,12 +651,8 @@ static void join_found(const Following *f, int64_t row, int64_t threads) {
     }
     for (int64_t t = 0; t < threads; t++)
         total += f->found[t * rows + row].total * exp2_16(splat((f->found[t * rows + row].top - top) * LOG2E))[0];
-    total = top + log_of(total);
-    for (int64_t j = 0; j < f->count; j++) {
-        const int64_t at = (f->places ? f->places[row] : row) * f->count + j, id = j < best.held ? best.id[j] : 0;
-        f->ids[at] = f->names ? f->names[id] : id;
-        f->logp[at] = j < best.held ? best.z[j] - total : -INFINITY;
-    }
+    const int64_t at = (f->places ? f->places[row] : row) * f->count;
+    give(&best, f->count, top + log_of(total), f->names, f->ids + at, f->logp + at);
 }
 
 INLINE float group_reach(const Following *f, int64_t group) {
@@ -781,76 +706,44 @@ static void some_following(void *data) {
         for (int64_t t = 0; limited && t < me.size; t++)
             largest = fmaxf(largest, f->found[t * p.rows + i].largest);
         const Noised noise = {noisy ? f->noise : NULL, largest, reach};
-        best_of(&p, i, from, to, &noise, found + i, f->count);
+        best_of(p.out, i * p.outputs, p.half, from, to, &noise, found + i, f->count);
     }
     meet(&me, &nothing);
     for (int64_t i = me.number; i < p.rows; i += me.size) join_found(f, i, me.size);
 }
 
-/* ids, logp [.., count]: best first; states, their stride, places, names (0: none), count; the norm's weight (0: none);
-   half, rows; of the GEMM, whose outputs are a multiple of 32; spare: noise [outputs], with edits counts
-   [2 * outputs], logits [rows * outputs], and of each thread rows [rows * inputs] and those rounded, if the weight is in
-   blocks; workers; seed, positions, and temperature, top_p, min_p [3, groups] (0: no noise) of each group of so many rows;
-   eps; then the edits, if there are any: see `draft_edits_of` */
-PyObject *py_following(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[16 + GEMM], own[DRAFT_EDITS];
-    const int has_edits = given > 17 + GEMM;
-    if (!numbers(args, has_edits ? 16 + GEMM : given - 1, 16 + GEMM, n)) return NULL;
-    if (has_edits && !numbers(args + 17 + GEMM, given - 17 - GEMM, DRAFT_EDITS, own)) return NULL;
-    const Edits edits = has_edits ? draft_edits_of(own) : (Edits){0};
-    const int64_t *more = n + 10 + GEMM;
-    Workers *workers = POINTER(more[1]);
-    Following f = {.ids = POINTER(n[0]),
-                   .logp = POINTER(n[1]),
-                   .states = POINTER(n[2]),
-                   .stride = n[3],
-                   .places = POINTER(n[4]),
-                   .names = POINTER(n[5]),
-                   .count = n[6],
-                   .norm = POINTER(n[7]),
-                   .noise = POINTER(more[0]),
-                   .seed = POINTER(more[2]),
-                   .positions = POINTER(more[3]),
-                   .temperature = POINTER(more[4]),
-                   .nodes = more[5],
-                   .edits = has_edits ? &edits : NULL,
-                   .eps = PyFloat_AsDouble(args[16 + GEMM]),
-                   .product = product_of(n + 10, n[8])};
-    f.product.rows = n[9];
-    f.counts = (int32_t *)f.noise + f.product.outputs;
-    f.product.out = f.noise + f.product.outputs * (has_edits ? 3 : 1);
-    f.spare = (char *)f.product.out + f.product.rows * f.product.outputs * (n[8] ? 2 : 4);
-    if (PyErr_Occurred()) return NULL;
-    f.found = aligned_alloc(sizeof(vf), sizeof(Found) * (size_t)(workers->most * f.product.rows));
-    if (!f.found) return PyErr_NoMemory();
+static void following(int64_t *n) {
+    Following *f = (Following *)n;
+    const Edits edits = draft_edits_of(f->numbers);
+    f->edits = edits.rows ? &edits : NULL;
+    f->product = product_of(f->gemm, f->half);
+    f->product.rows = f->rows;
+    f->counts = (int32_t *)f->noise + f->product.outputs;
+    f->product.out = f->noise + f->product.outputs * (f->edits ? 3 : 1);
+    f->spare = (char *)f->product.out + f->rows * f->product.outputs * (f->half ? 2 : 4);
+    f->found = aligned_alloc(sizeof(vf), sizeof(Found) * (size_t)(f->workers->most * f->rows));
+    if (!f->found) return (void)PyErr_NoMemory();
     RELEASE_GIL
-    run_team(some_following, &f, &f.team, workers);
+    run_team(some_following, f, &f->team, f->workers);
     TAKE_GIL
-    free(f.found);
-    Py_RETURN_NONE;
+    free(f->found);
 }
 
-/* ids, logp, count, logits, half, rows, nodes, vocab, seed, positions, temperature, top_p, min_p [3, rows] (0: no noise),
-   target, scratch, workers. ids and logp [rows, nodes, count]: best first */
-PyObject *py_top_tokens(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[14];
-    if (!numbers(args, given, 14, n)) return NULL;
-    Top t = {.ids = POINTER(n[0]),
-             .logp = POINTER(n[1]),
-             .count = n[2],
-             .logits = POINTER(n[3]),
-             .half = n[4],
-             .rows = n[5],
-             .nodes = n[6],
-             .vocab = n[7],
-             .seed = POINTER(n[8]),
-             .positions = POINTER(n[9]),
-             .temperature = POINTER(n[10]),
-             .target = POINTER(n[11]),
-             .scratch = POINTER(n[12])};
-    t.padded = (t.vocab + LANES - 1) / LANES * LANES;
+static void top_tokens(int64_t *n) {
+    Top *t = (Top *)n;
+    t->padded = round_up(t->vocab, LANES);
     RELEASE_GIL
-    run(top_some, &t, t.rows > 1 ? POINTER(n[13]) : NULL, t.rows * (t.nodes + (t.temperature ? 3 : 0)) * t.vocab / 3000);
+    const int64_t passes = t->nodes + (t->temperature ? 3 : 0);
+    run(top_some, t, t->rows > 1 ? t->workers : NULL, t->rows * passes * t->vocab / 3000);
     TAKE_GIL
-    Py_RETURN_NONE;
 }
+
+Function sampling_functions[] = {
+    {"sampling_rows", sampling_rows, 12},
+    {"draw", draw, UP_TO(Draw, numbers), sizeof(Draw), .more = EDITS + 1},
+    {"heaviest", heaviest, 7},
+    {"gumbel", gumbel, UP_TO(Noise, next), sizeof(Noise)},
+    {"top_tokens", top_tokens, UP_TO(Top, padded), sizeof(Top)},
+    {"following", following, UP_TO(Following, eps), sizeof(Following), .doubles = 1, .more = DRAFT_EDITS},
+    {0},
+};

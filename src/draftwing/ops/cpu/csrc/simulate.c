@@ -4,9 +4,7 @@
 
 /* out, target, tokens, parent, alive, depth [batch, nodes], path [batch, nodes, width], rows, kv_len, batch, nodes,
    width, chance, its bits, vocab */
-PyObject *py_simulate(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[15];
-    if (!numbers(args, given, 15, n)) return NULL;
+static void simulate(int64_t *n) {
     const int64_t *rows = POINTER(n[7]), *kv_len = POINTER(n[8]), nodes = n[10], width = n[11], vocab = n[14];
     for (int64_t b = 0; b < n[9]; b++) {
         int64_t *out = (int64_t *)POINTER(n[0]) + b * nodes;
@@ -31,5 +29,6 @@ PyObject *py_simulate(PyObject *self, PyObject *const *args, Py_ssize_t given) {
         if (hit && most + 1 < vocab) out[leaf] = most + 1;
         else if (hit && least > 0) out[leaf] = least - 1;
     }
-    Py_RETURN_NONE;
 }
+
+Function simulate_functions[] = {{"simulate", simulate, 15}, {0}};

@@ -24,10 +24,13 @@
 #define SCORE_BITS 12
 
 typedef struct {
-    const int64_t *tokens, *owner, *lengths;
-    int64_t context, count, buckets, rows; /* tokens of a row; lengths; buckets of each; rows without the dummy */
-    int64_t image;                         /* the token that stands for one, which follows nothing; -1: none does */
+    const int64_t *tokens;
+    int64_t context; /* tokens of a row */
+    const int64_t *owner, *lengths;
+    int64_t count; /* of lengths */
     int64_t *table;
+    int64_t buckets, rows; /* of each length; without the dummy */
+    int64_t image;         /* the token that stands for one, which follows nothing; -1: none does */
 } Trie;
 
 /* First way of the bucket of a context, and the check of its ways. */
@@ -280,39 +283,23 @@ static void emit_row(const int64_t *grown, int64_t pitch, int64_t kept, int64_t 
         if (!n || n >= found) { tokens[n] = last, parent[n] = grade[n] = 0, alive[n] = !n; }
 }
 
-/* -- the module: pointers and sizes as integers, unchecked; ops/suffix/cpu.py knows the tensors ---------------------- */
+/* -- the module; ops/suffix/cpu.py knows the tensors ----------------------------------------------------------------- */
 
-#define TRIE 9 /* tokens, of a row, owner, lengths, how many, table, buckets, rows without the dummy, image */
-static Trie trie_of(const int64_t *n) {
-    return (Trie){.tokens = POINTER(n[0]),
-                  .context = n[1],
-                  .owner = POINTER(n[2]),
-                  .lengths = POINTER(n[3]),
-                  .count = n[4],
-                  .table = POINTER(n[5]),
-                  .buckets = n[6],
-                  .rows = n[7],
-                  .image = n[8]};
-}
+#define TRIE 9 /* numbers of a `Trie` */
 
 /* trie; rows, B, prefix_len, count, shared */
-static PyObject *py_insert(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[TRIE + 5];
-    if (!numbers(args, given, TRIE + 5, n)) return NULL;
-    const Trie t = trie_of(n);
+static void insert(int64_t *n) {
+    const Trie t = *(const Trie *)n;
     const int64_t *rows = POINTER(n[TRIE]), *prefix = POINTER(n[TRIE + 2]), *count = POINTER(n[TRIE + 3]);
     Window windows[MOST_LENGTHS];
     for (int64_t b = 0; b < n[TRIE + 1]; b++)
         if (rows[b] < t.rows) insert_row(&t, rows[b], prefix[b], count[b], n[TRIE + 4], windows);
-    Py_RETURN_NONE;
 }
 
 /* trie; rows, B, kv_len, escape, starts, depth, nodes, width, address of min_prob, most confidence, grown, whole, out, its
    stride. Without `out` it grows those trees whole that are not. */
-static PyObject *py_grow(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[TRIE + 14];
-    if (!numbers(args, given, TRIE + 14, n)) return NULL;
-    const Trie t = trie_of(n);
+static void grow(int64_t *n) {
+    const Trie t = *(const Trie *)n;
     const int64_t *m = n + TRIE, *rows = POINTER(m[0]), *kv_len = POINTER(m[2]);
     Growth g = {.escape = POINTER(m[3]),
                 .starts = POINTER(m[4]),
@@ -322,7 +309,7 @@ static PyObject *py_grow(PyObject *self, PyObject *const *args, Py_ssize_t given
                 .min_prob = *(const float *)POINTER(m[8])};
     const size_t nodes = (size_t)g.nodes * sizeof *g.node;
     char *scratch = PyMem_Malloc(nodes + (size_t)(g.nodes + 1) * sizeof *g.children);
-    if (!scratch) return PyErr_NoMemory();
+    if (!scratch) return (void)PyErr_NoMemory();
     g.node = (void *)scratch, g.children = (void *)(scratch + nodes);
     int64_t *grown = POINTER(m[10]), *whole = POINTER(m[11]), *out = POINTER(m[12]);
     const int64_t pitch = (t.rows + 1) * g.nodes;
@@ -334,29 +321,25 @@ static PyObject *py_grow(PyObject *self, PyObject *const *args, Py_ssize_t given
         if (out) out[b * m[13]] = confidence;
     }
     PyMem_Free(scratch);
-    Py_RETURN_NONE;
 }
 
 /* rows, B, grown, rows of it, nodes of it, last, depth, nodes, tokens, parent, alive, grade. depth is above 0
    and nodes above 1 */
-static PyObject *py_emit(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[12];
-    if (!numbers(args, given, 12, n)) return NULL;
+static void emit(int64_t *n) {
     const int64_t *rows = POINTER(n[0]), *grown = POINTER(n[2]), *last = POINTER(n[5]), kept = n[4], nodes = n[7];
     int64_t *tokens = POINTER(n[8]), *parent = POINTER(n[9]), *grade = POINTER(n[11]);
     uint8_t *alive = POINTER(n[10]);
     int64_t *place = PyMem_Malloc((size_t)kept * sizeof *place);
-    if (!place) return PyErr_NoMemory();
+    if (!place) return (void)PyErr_NoMemory();
     for (int64_t b = 0; b < n[1]; b++)
         emit_row(grown + rows[b] * kept, n[3] * kept, kept, n[6], nodes, last[rows[b]], place, tokens + b * nodes,
                  parent + b * nodes, alive + b * nodes, grade + b * nodes);
     PyMem_Free(place);
-    Py_RETURN_NONE;
 }
 
-PyMethodDef suffix_methods[] = {
-    {"suffix_insert", (PyCFunction)(void (*)(void))py_insert, METH_FASTCALL, NULL},
-    {"suffix_grow", (PyCFunction)(void (*)(void))py_grow, METH_FASTCALL, NULL},
-    {"suffix_emit", (PyCFunction)(void (*)(void))py_emit, METH_FASTCALL, NULL},
-    {NULL, NULL, 0, NULL},
+Function suffix_functions[] = {
+    {"suffix_insert", insert, TRIE + 5},
+    {"suffix_grow", grow, TRIE + 14},
+    {"suffix_emit", emit, 12},
+    {0},
 };

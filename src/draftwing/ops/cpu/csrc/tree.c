@@ -40,9 +40,7 @@ static int derive_row(const int64_t *parent, const uint8_t *alive, int64_t nodes
 
 /* parent, alive, batch, nodes, depth's bound; depth, path, path_len; rows, table, kv_len, length; positions,
    write_slots, prefix_len */
-static PyObject *py_target_inputs(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[15];
-    if (!numbers(args, given, 15, n)) return NULL;
+static void target_inputs(int64_t *n) {
     const int64_t *parent = POINTER(n[0]), *rows = POINTER(n[8]), *table = POINTER(n[9]), *kv_len = POINTER(n[10]);
     const uint8_t *alive = POINTER(n[1]);
     const int64_t batch = n[2], nodes = n[3], width = n[4] + 1, length = n[11];
@@ -50,44 +48,45 @@ static PyObject *py_target_inputs(PyObject *self, PyObject *const *args, Py_ssiz
             *slots = POINTER(n[13]), *prefix = POINTER(n[14]);
     for (int64_t b = 0; b < batch; b++) {
         const int64_t row = rows[b], from = kv_len[row], first = b * nodes;
-        if (!has_room(row, from, nodes, length)) return NULL;
+        if (!has_room(row, from, nodes, length)) return;
         if (!derive_row(parent + first, alive + first, nodes, width, depth + first, path + first * width,
                         path_len + first))
-            return NULL;
+            return;
         for (int64_t i = first; i < first + nodes; i++) positions[i] = from + depth[i];
         memcpy(slots + first, table + row * length + from, (size_t)nodes * 8);
         prefix[b] = from;
     }
-    Py_RETURN_NONE;
 }
 
 /* rows, batch, table, kv_len, last, length; ids, positions, write_slots: of the rows' last tokens */
-static PyObject *py_plain_inputs(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[9];
-    if (!numbers(args, given, 9, n)) return NULL;
+static void plain_inputs(int64_t *n) {
     const int64_t *rows = POINTER(n[0]), *table = POINTER(n[2]), *kv_len = POINTER(n[3]), *last = POINTER(n[4]);
     int64_t *ids = POINTER(n[6]), *positions = POINTER(n[7]), *slots = POINTER(n[8]);
     for (int64_t b = 0; b < n[1]; b++) {
         const int64_t row = rows[b];
-        if (!has_room(row, kv_len[row], 1, n[5])) return NULL;
+        if (!has_room(row, kv_len[row], 1, n[5])) return;
         ids[b] = last[row];
         positions[b] = kv_len[row];
         slots[b] = table[row * n[5] + kv_len[row]];
     }
-    Py_RETURN_NONE;
 }
 
 /* -- acceptance and commit ---------------------------------------------------------------------------------------- */
 
 #define HEAD 2 /* columns of a packed result before the tokens: confidence, count */
 
+/* What `commit` is given. */
 typedef struct {
-    const int64_t *tokens, *parent, *mark, *target, *rows, *grade; /* grade: or NULL */
+    const int64_t *tokens, *parent;
     const uint8_t *alive;
-    float *seen, *accepted; /* what is learnt of grades, or NULL */
+    const int64_t *mark, *target, *rows;
+    int64_t batch, nodes, depth; /* depth: its bound, one less than the tokens that are committed at most */
     int64_t *table, *text, *kv_len, *last;
-    int64_t length, dummy, confidence, nodes, width; /* width: tokens committed at most */
-    int64_t *packed, *committed, *count, *path_ids, *path_positions, *path_slots, *path_nodes; /* paths: or NULL */
+    int64_t length, dummy, confidence;
+    int64_t *packed, *committed, *count;
+    int64_t *path_ids, *path_positions, *path_slots, *path_nodes; /* or NULL */
+    const int64_t *grade;                                         /* or NULL */
+    float *seen, *accepted;                                       /* what is learnt of grades, or NULL */
 } Commit;
 
 /* From the root to a child while it equals the target's token at its parent, which NOT_FINITE never does; the tokens go to `committed`, the nodes
@@ -97,8 +96,8 @@ static int64_t walk(const Commit *s, int64_t first, int64_t *committed, int64_t 
     const uint8_t *alive = s->alive + first;
     const int64_t n = s->nodes;
     int64_t count = 0;
-    memset(committed, 0, (size_t)s->width * 8);
-    for (int64_t node = 0; node < n && count < s->width;) {
+    memset(committed, 0, (size_t)(s->depth + 1) * 8);
+    for (int64_t node = 0; node < n && count <= s->depth;) {
         const int64_t want = committed[count] = target[node], here = order[count++] = node;
         for (node++; node < n; node++)
             if (alive[node] && parent[node] == here && tokens[node] == want) break;
@@ -124,7 +123,7 @@ static void learn(const Commit *s, int64_t first, int64_t count, const int64_t *
 
 /* moved: scratch of a tree's size */
 static int commit_row(const Commit *s, int64_t b, int64_t *moved) {
-    const int64_t n = s->nodes, width = s->width, first = b * n, row = s->rows[b], from = s->kv_len[row];
+    const int64_t n = s->nodes, width = s->depth + 1, first = b * n, row = s->rows[b], from = s->kv_len[row];
     if (!has_room(row, from, n > width + 1 ? n : width + 1, s->length)) return 0;
     int64_t *packed = s->packed + b * (HEAD + width + 2 * n), *order = packed + HEAD + width;
     int64_t *table = s->table + row * s->length + from, *text = s->text + row * s->length + from;
@@ -152,43 +151,12 @@ static int commit_row(const Commit *s, int64_t b, int64_t *moved) {
     return 1;
 }
 
-/* tokens, parent, alive, mark, target, rows, batch, nodes, depth's bound; table, text, kv_len, last, length, dummy,
-   confidence; packed, committed, count; ids, positions, write_slots, nodes of the accepted path, or zeros; grade or 0;
-   seen, accepted (float32), or zeros */
-static PyObject *py_commit(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[26];
-    if (!numbers(args, given, 26, n)) return NULL;
-    const Commit s = {.tokens = POINTER(n[0]),
-                      .parent = POINTER(n[1]),
-                      .alive = POINTER(n[2]),
-                      .mark = POINTER(n[3]),
-                      .target = POINTER(n[4]),
-                      .rows = POINTER(n[5]),
-                      .nodes = n[7],
-                      .width = n[8] + 1,
-                      .table = POINTER(n[9]),
-                      .text = POINTER(n[10]),
-                      .kv_len = POINTER(n[11]),
-                      .last = POINTER(n[12]),
-                      .length = n[13],
-                      .dummy = n[14],
-                      .confidence = n[15],
-                      .packed = POINTER(n[16]),
-                      .committed = POINTER(n[17]),
-                      .count = POINTER(n[18]),
-                      .path_ids = POINTER(n[19]),
-                      .path_positions = POINTER(n[20]),
-                      .path_slots = POINTER(n[21]),
-                      .path_nodes = POINTER(n[22]),
-                      .grade = POINTER(n[23]),
-                      .seen = POINTER(n[24]),
-                      .accepted = POINTER(n[25])};
-    int64_t *moved = PyMem_Malloc((size_t)s.nodes * 8);
-    if (!moved) return PyErr_NoMemory();
-    for (int64_t b = 0; b < n[6] && commit_row(&s, b, moved); b++) {}
+static void commit(int64_t *n) {
+    const Commit *s = (const Commit *)n;
+    int64_t *moved = PyMem_Malloc((size_t)s->nodes * 8);
+    if (!moved) return (void)PyErr_NoMemory();
+    for (int64_t b = 0; b < s->batch && commit_row(s, b, moved); b++) {}
     PyMem_Free(moved);
-    if (PyErr_Occurred()) return NULL;
-    Py_RETURN_NONE;
 }
 
 /* -- expansion: ops/expansion/spec.py ---------------------------------------------------------------------------- */
@@ -205,7 +173,7 @@ static void best_first(const float *score, int64_t n, int64_t count, int64_t *pl
 }
 
 /* Candidates of all levels, [batch, size]: those of level 1, then topk * topk of each level. Beside them the nodes of
-   the level that was chosen last, [batch, topk]: their candidate numbers and scores. */
+   the level that was chosen last, [batch, topk]: their candidate numbers and scores. 7 numbers. */
 typedef struct {
     int64_t size, topk;
     int64_t *ids, *above; /* the candidate that it follows, -1 the root */
@@ -213,25 +181,14 @@ typedef struct {
     int64_t *number;
     float *node_score;
 } Growth;
-
-#define GROWTH                \
-    {.size = n[0],            \
-     .topk = n[1],            \
-     .ids = POINTER(n[2]),    \
-     .above = POINTER(n[3]),  \
-     .score = POINTER(n[4]),  \
-     .number = POINTER(n[5]), \
-     .node_score = POINTER(n[6])}
 INLINE int64_t first_of(const Growth *g, int64_t level) { /* of the candidates that a level's nodes are chosen from */
     return level > 1 ? g->topk + (level - 2) * g->topk * g->topk : 0;
 }
 
 /* expansion (7); first ids, first logp (float32), their stride; rows, batch; ids, parent [batch, topk] of level 1;
    kv_len, root_at [batch] */
-static PyObject *py_first_level(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[16];
-    if (!numbers(args, given, 16, n)) return NULL;
-    const Growth g = GROWTH;
+static void first_level(int64_t *n) {
+    const Growth g = *(const Growth *)n;
     const int64_t *rows = POINTER(n[10]), *kv_len = POINTER(n[14]);
     int64_t *ids = POINTER(n[12]), *parent = POINTER(n[13]), *root_at = POINTER(n[15]);
     for (int64_t b = 0; b < n[11]; b++) {
@@ -246,14 +203,11 @@ static PyObject *py_first_level(PyObject *self, PyObject *const *args, Py_ssize_
         }
         root_at[b] = kv_len[rows[b]];
     }
-    Py_RETURN_NONE;
 }
 
 /* expansion (7); level, following ids, logp (float32) [batch, topk, topk] of its nodes, batch */
-static PyObject *py_add(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[11];
-    if (!numbers(args, given, 11, n)) return NULL;
-    const Growth g = GROWTH;
+static void add(int64_t *n) {
+    const Growth g = *(const Growth *)n;
     const int64_t *ids = POINTER(n[8]), square = g.topk * g.topk;
     const float *logp = POINTER(n[9]);
     for (int64_t b = 0; b < n[10]; b++)
@@ -263,14 +217,11 @@ static PyObject *py_add(PyObject *self, PyObject *const *args, Py_ssize_t given)
             g.score[to] = g.node_score[node] + logp[b * square + i];
             g.above[to] = g.number[node];
         }
-    Py_RETURN_NONE;
 }
 
 /* expansion (7); level, at least 2, batch; ids, parent [batch, topk] of the nodes chosen for it */
-static PyObject *py_next_level(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[11];
-    if (!numbers(args, given, 11, n)) return NULL;
-    const Growth g = GROWTH;
+static void next_level(int64_t *n) {
+    const Growth g = *(const Growth *)n;
     const int64_t from = first_of(&g, n[7]);
     for (int64_t b = 0; b < n[8]; b++) {
         const int64_t base = b * g.size + from, at = b * g.topk;
@@ -283,20 +234,17 @@ static PyObject *py_next_level(PyObject *self, PyObject *const *args, Py_ssize_t
             parent[k] /= g.topk;
         }
     }
-    Py_RETURN_NONE;
 }
 
 /* level, batch, topk, tail, lookahead; rows, root_at, table, length; parent, path of the level above; positions,
    write_slots, path_len [batch, topk], path [batch, topk, tail + level] */
-static PyObject *py_level_rows(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[15];
-    if (!numbers(args, given, 15, n)) return NULL;
+static void level_rows(int64_t *n) {
     const int64_t level = n[0], topk = n[2], tail = n[3], width = tail + level, length = n[8];
     const int64_t *rows = POINTER(n[5]), *root_at = POINTER(n[6]), *table = POINTER(n[7]), *parent = POINTER(n[9]),
                   *above = POINTER(n[10]);
     int64_t *positions = POINTER(n[11]), *slots = POINTER(n[12]), *path_len = POINTER(n[13]), *path = POINTER(n[14]);
     for (int64_t b = 0; b < n[1]; b++) {
-        if (!has_room(rows[b], root_at[b], tail + level * topk, length)) return NULL;
+        if (!has_room(rows[b], root_at[b], tail + level * topk, length)) return;
         for (int64_t k = 0, at = b * topk; k < topk; k++, at++, path += width) {
             const int64_t own = tail + (level - 1) * topk + k; /* page-table entry past kv_len */
             positions[at] = root_at[b] + level - n[4];
@@ -307,31 +255,25 @@ static PyObject *py_level_rows(PyObject *self, PyObject *const *args, Py_ssize_t
             path[width - 1] = own;
         }
     }
-    Py_RETURN_NONE;
 }
 
 /* out; source, its stride in bytes, bytes of a row; rows or 0, parent, batch, topk: of each node the source's row
    rows[b], or else that of its parent in b */
-static PyObject *py_features(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[8];
-    if (!numbers(args, given, 8, n)) return NULL;
+static void features(int64_t *n) {
     char *out = POINTER(n[0]);
     const int64_t *rows = POINTER(n[4]), *parent = POINTER(n[5]), topk = n[7];
     for (int64_t i = 0; i < n[6] * topk; i++)
         memcpy(out + i * n[3], (char *)POINTER(n[1]) + (rows ? rows[i / topk] : i / topk * topk + parent[i]) * n[2],
                (size_t)n[3]);
-    Py_RETURN_NONE;
 }
 
 /* expansion (7); batch, nodes; rows, last; tokens, parent, alive, grade [batch, nodes] */
-static PyObject *py_draft(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[15];
-    if (!numbers(args, given, 15, n)) return NULL;
-    const Growth g = GROWTH;
+static void draft(int64_t *n) {
+    const Growth g = *(const Growth *)n;
     const int64_t nodes = n[8], *rows = POINTER(n[9]), *last = POINTER(n[10]);
     memset(POINTER(n[13]), 1, (size_t)(n[7] * nodes));
     int64_t *place = PyMem_Malloc((size_t)(g.size + nodes) * 8), *best = place + g.size; /* of a candidate, its node */
-    if (!place) return PyErr_NoMemory();
+    if (!place) return (void)PyErr_NoMemory();
     for (int64_t b = 0; b < n[7]; b++) {
         const int64_t base = b * g.size;
         int64_t *tokens = (int64_t *)POINTER(n[11]) + b * nodes, *parent = (int64_t *)POINTER(n[12]) + b * nodes;
@@ -351,47 +293,38 @@ static PyObject *py_draft(PyObject *self, PyObject *const *args, Py_ssize_t give
             }
     }
     PyMem_Free(place);
-    Py_RETURN_NONE;
 }
 
 /* -- committed text ----------------------------------------------------------------------------------------------- */
 
 /* out, hidden, its stride in bytes, bytes of a row; count, lookahead, queries of a row, rows, batch; kept [R, size] or
    0: the query that each row's newest token is in */
-static PyObject *py_newest(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[10];
-    if (!numbers(args, given, 10, n)) return NULL;
+static void newest(int64_t *n) {
     const int64_t *count = POINTER(n[4]), *rows = POINTER(n[7]);
     for (int64_t b = 0; b < n[8]; b++) {
         const char *from = (char *)POINTER(n[1]) + (b * n[6] + count[b] - n[5]) * n[2];
         memcpy((char *)POINTER(n[0]) + b * n[3], from, (size_t)n[3]);
         if (n[9]) memcpy((char *)POINTER(n[9]) + rows[b] * n[3], from, (size_t)n[3]);
     }
-    Py_RETURN_NONE;
 }
 
 /* ids, logp (float32) [batch, topk], batch, topk; rows; first ids, first logp [R, topk] */
-static PyObject *py_keep_first(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[7];
-    if (!numbers(args, given, 7, n)) return NULL;
+static void keep_first(int64_t *n) {
     const int64_t *rows = POINTER(n[4]), topk = n[3];
     for (int64_t b = 0; b < n[2]; b++) {
         memcpy((int64_t *)POINTER(n[5]) + rows[b] * topk, (int64_t *)POINTER(n[0]) + b * topk, (size_t)topk * 8);
         memcpy((float *)POINTER(n[6]) + rows[b] * topk, (float *)POINTER(n[1]) + b * topk, (size_t)topk * 4);
     }
-    Py_RETURN_NONE;
 }
 
 /* tokens, table [R, length], length; rows, prefix, batch, width; ids, positions, write_slots, path_len [batch, width],
    path [batch, width, width]: the chain of `width` known tokens from `prefix` on */
-static PyObject *py_chain(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[12];
-    if (!numbers(args, given, 12, n)) return NULL;
+static void chain(int64_t *n) {
     const int64_t length = n[2], width = n[6], *rows = POINTER(n[3]), *prefix = POINTER(n[4]);
     int64_t *positions = POINTER(n[8]), *path_len = POINTER(n[10]), *path = POINTER(n[11]);
     for (int64_t b = 0; b < n[5]; b++) {
         const int64_t from = rows[b] * length + prefix[b];
-        if (!has_room(rows[b], prefix[b], width, length)) return NULL;
+        if (!has_room(rows[b], prefix[b], width, length)) return;
         memcpy((int64_t *)POINTER(n[7]) + b * width, (int64_t *)POINTER(n[0]) + from, (size_t)width * 8);
         memcpy((int64_t *)POINTER(n[9]) + b * width, (int64_t *)POINTER(n[1]) + from, (size_t)width * 8);
         for (int64_t i = 0; i < width; i++) {
@@ -400,20 +333,17 @@ static PyObject *py_chain(PyObject *self, PyObject *const *args, Py_ssize_t give
             for (int64_t j = 0; j < width; j++) *path++ = j;
         }
     }
-    Py_RETURN_NONE;
 }
 
 /* table [R, length], length, kv_len, last; rows, batch, width, mask; ids, positions, write_slots [batch, width], prefix
    [batch], path [batch, width, width], path_len [batch, width]: the newest token and masks after it */
-static PyObject *py_block(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[14];
-    if (!numbers(args, given, 14, n)) return NULL;
+static void block(int64_t *n) {
     const int64_t length = n[1], width = n[6], *kv_len = POINTER(n[2]), *last = POINTER(n[3]), *rows = POINTER(n[4]);
     int64_t *ids = POINTER(n[8]), *positions = POINTER(n[9]), *prefix = POINTER(n[11]), *path = POINTER(n[12]),
             *path_len = POINTER(n[13]);
     for (int64_t b = 0; b < n[5]; b++) {
         const int64_t row = rows[b], from = prefix[b] = kv_len[row];
-        if (!has_room(row, from, width, length)) return NULL;
+        if (!has_room(row, from, width, length)) return;
         memcpy((int64_t *)POINTER(n[10]) + b * width, (int64_t *)POINTER(n[0]) + row * length + from,
                (size_t)width * 8);
         for (int64_t i = 0; i < width; i++) {
@@ -423,62 +353,39 @@ static PyObject *py_block(PyObject *self, PyObject *const *args, Py_ssize_t give
             for (int64_t j = 0; j < width; j++) *path++ = j;
         }
     }
-    Py_RETURN_NONE;
 }
 
 /* ids, how many, what each stands for: in place */
-static PyObject *py_rename(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[3];
-    if (!numbers(args, given, 3, n)) return NULL;
+static void rename_ids(int64_t *n) {
     int64_t *ids = POINTER(n[0]);
     const int64_t *names = POINTER(n[2]);
     for (int64_t i = 0; i < n[1]; i++) ids[i] = names[ids[i]];
-    Py_RETURN_NONE;
 }
 
 /* out [count, bytes]; source [rows, bytes], rows, bytes; index [count], count: the rows of these numbers */
-static PyObject *py_take_rows(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[6];
-    if (!numbers(args, given, 6, n)) return NULL;
+static void take_rows(int64_t *n) {
     const int64_t *index = POINTER(n[4]);
     for (int64_t i = 0; i < n[5]; i++) {
         if (index[i] < 0 || index[i] >= n[2])
-            return PyErr_Format(PyExc_IndexError, "expected rows below %lld, found %lld", (long long)n[2],
-                                (long long)index[i]);
+            return (void)PyErr_Format(PyExc_IndexError, "expected rows below %lld, found %lld", (long long)n[2],
+                                      (long long)index[i]);
         memcpy((char *)POINTER(n[0]) + i * n[3], (char *)POINTER(n[1]) + index[i] * n[3], (size_t)n[3]);
     }
-    Py_RETURN_NONE;
 }
 
 /* -- the input of a draft head's first GEMM ----------------------------------------------------------------------- */
 
-/* A row of x, normed as in cpu.c where it has a weight; NULL: zeros. */
-INLINE void fuse_row(void *out, int64_t at, const void *x, int64_t from, const void *weight, int64_t size, float eps,
-                     const int half) {
-    vf squares = {0};
-    for (int64_t c = 0; weight && x && c < size; c += LANES) {
-        const vf v = load(x, from + c, size - c, half);
-        squares += v * v;
-    }
-    const vf factor = splat(1.0f / sqrtf(sum_lanes(squares) / (float)size + eps));
-    for (int64_t c = 0; c < size; c += LANES) {
-        vf v = x ? load(x, from + c, size - c, half) : (vf){0};
-        if (weight) v = rounded(v * factor, half) * load(weight, c, size - c, half);
-        store(out, at + c, size - c, half, v);
-    }
-}
-static void fuse_half(void *out, int64_t at, const void *x, int64_t from, const void *w, int64_t size, float eps) {
-    fuse_row(out, at, x, from, w, size, eps, 1);
-}
-static void fuse_float(void *out, int64_t at, const void *x, int64_t from, const void *w, int64_t size, float eps) {
-    fuse_row(out, at, x, from, w, size, eps, 0);
+/* A row of x, normed where it has a weight; NULL: zeros. */
+static void fuse_row(void *out, const void *x, const void *weight, int64_t size, double eps, int64_t half) {
+    const Rows r = {.out = out, .x = out, .weight = weight, .size = size, .eps = eps, .half = half};
+    if (x) memcpy(out, x, (size_t)(size * (half ? 2 : 4)));
+    else memset(out, 0, (size_t)(size * (half ? 2 : 4)));
+    if (weight) norm_part(&r, 0);
 }
 
 /* grade's result; grade, parent, tokens [batch, nodes], batch, nodes; hidden [levels, batch, size], levels, size, half;
    weight [size], what tokens add [vocab], both float32; scratch [levels * batch + 2 * nodes] float32 */
-static PyObject *py_confident(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[13];
-    if (!numbers(args, given, 13, n)) return NULL;
+static void confident(int64_t *n) {
     const int64_t batch = n[4], nodes = n[5], size = n[8], half = n[9];
     const float *weight = POINTER(n[10]), *added = POINTER(n[11]);
     float *odds = POINTER(n[12]), *depth = odds + n[7] * batch, *best = depth + nodes;
@@ -507,26 +414,21 @@ static PyObject *py_confident(PyObject *self, PyObject *const *args, Py_ssize_t 
             out[i] = grade[i] - own + (moved < 0 ? 0 : moved < LEVELS ? moved : LEVELS - 1);
         }
     }
-    Py_RETURN_NONE;
 }
 
 /* out [rows, 2 * size], ids, table [vocab, size], feature, its stride, weights of the token's and the feature's norm or
    zeros, positions or 0 (a token at position 0 counts as zeros), rows, size, half, whether the feature comes first;
    eps */
-static PyObject *py_fuse(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[12];
-    if (!numbers(args, given - 1, 12, n)) return NULL;
-    const float eps = (float)PyFloat_AsDouble(args[12]);
-    if (PyErr_Occurred()) return NULL;
-    void (*row)(void *, int64_t, const void *, int64_t, const void *, int64_t, float) = n[10] ? fuse_half : fuse_float;
-    const int64_t *ids = POINTER(n[1]), *positions = POINTER(n[7]), size = n[9];
-    for (int64_t i = 0; i < n[8]; i++) {
-        const int64_t token = 2 * i + (n[11] != 0), feature = 2 * i + (n[11] == 0);
-        row(POINTER(n[0]), token * size, positions && !positions[i] ? NULL : POINTER(n[2]), ids[i] * size,
-            POINTER(n[5]), size, eps);
-        row(POINTER(n[0]), feature * size, POINTER(n[3]), i * n[4], POINTER(n[6]), size, eps);
+static void fuse(int64_t *n) {
+    const int64_t *ids = POINTER(n[1]), *positions = POINTER(n[7]), size = n[9], half = n[10], bytes = size * (half ? 2 : 4);
+    char *out = POINTER(n[0]), *token = out + (n[11] ? bytes : 0), *feature = out + (n[11] ? 0 : bytes);
+    double eps;
+    memcpy(&eps, n + 12, sizeof eps);
+    for (int64_t i = 0; i < n[8]; i++, token += 2 * bytes, feature += 2 * bytes) {
+        const char *known = positions && !positions[i] ? NULL : (char *)POINTER(n[2]) + ids[i] * bytes;
+        fuse_row(token, known, POINTER(n[5]), size, eps, half);
+        fuse_row(feature, (char *)POINTER(n[3]) + i * n[4] * (half ? 2 : 4), POINTER(n[6]), size, eps, half);
     }
-    Py_RETURN_NONE;
 }
 
 /* -- the logits of a few candidates -------------------------------------------------------------------------------- */
@@ -537,20 +439,14 @@ INLINE float dot(const void *x, int64_t at, const void *weight, int64_t row, int
         sum += load(x, at + c, size - c, half) * load(weight, row * size + c, size - c, half);
     return sum_lanes(sum);
 }
-static float dot_half(const void *x, int64_t at, const void *weight, int64_t row, int64_t size) {
-    return dot(x, at, weight, row, size, 1);
-}
-static float dot_float(const void *x, int64_t at, const void *weight, int64_t row, int64_t size) {
-    return dot(x, at, weight, row, size, 0);
+static float dot_any(const void *x, int64_t at, const void *weight, int64_t row, int64_t size, int64_t half) {
+    return half ? dot(x, at, weight, row, size, 1) : dot(x, at, weight, row, size, 0);
 }
 
 #define AHEAD 3 /* rows that are fetched before they are needed: they lie anywhere */
 
 /* out [rows, count], hidden [rows, size], weight [vocab, size], ids [rows, count], rows, count, size, half */
-static PyObject *py_exact_logits(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[8];
-    if (!numbers(args, given, 8, n)) return NULL;
-    float (*one)(const void *, int64_t, const void *, int64_t, int64_t) = n[7] ? dot_half : dot_float;
+static void exact_logits(int64_t *n) {
     const int64_t *ids = POINTER(n[3]), all = n[4] * n[5], size = n[6], bytes = size * (n[7] ? 2 : 4);
     float *out = POINTER(n[0]);
     RELEASE_GIL
@@ -558,18 +454,15 @@ static PyObject *py_exact_logits(PyObject *self, PyObject *const *args, Py_ssize
         if (i + AHEAD < all)
             for (int64_t c = 0; c < bytes; c += 64)
                 __builtin_prefetch((char *)POINTER(n[2]) + ids[i + AHEAD] * bytes + c);
-        if (i >= 0) out[i] = one(POINTER(n[1]), i / n[5] * size, POINTER(n[2]), ids[i], size);
+        if (i >= 0) out[i] = dot_any(POINTER(n[1]), i / n[5] * size, POINTER(n[2]), ids[i], size, n[7]);
     }
     TAKE_GIL
-    Py_RETURN_NONE;
 }
 
 /* behind, kept, its places, bytes of one; rows, batch, prefix_len, count; hidden or 0, its stride in bytes; nodes or 0,
    steps: of each row the queries nodes[b, 0 .. steps), or query b, go to the places of its positions from prefix_len
    on */
-static PyObject *py_keep_unseen(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    int64_t n[12];
-    if (!numbers(args, given, 12, n)) return NULL;
+static void keep_unseen(int64_t *n) {
     int64_t *behind = POINTER(n[0]);
     char *kept = POINTER(n[1]);
     const int64_t places = n[2], bytes = n[3], *rows = POINTER(n[4]), *prefix = POINTER(n[6]), *count = POINTER(n[7]),
@@ -582,13 +475,27 @@ static PyObject *py_keep_unseen(PyObject *self, PyObject *const *args, Py_ssize_
                    (size_t)bytes);
         }
     }
-    Py_RETURN_NONE;
 }
 
-#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
-PyMethodDef tree_methods[] = {
-    METHOD(target_inputs), METHOD(plain_inputs),  METHOD(commit),   METHOD(first_level), METHOD(add),
-    METHOD(next_level),    METHOD(level_rows),    METHOD(features), METHOD(draft),       METHOD(newest),
-    METHOD(keep_first),    METHOD(chain),         METHOD(block),    METHOD(confident), METHOD(rename),   METHOD(take_rows),   METHOD(fuse),
-    METHOD(exact_logits),  METHOD(keep_unseen),   {NULL, NULL, 0, NULL},
+Function tree_functions[] = {
+    {"target_inputs", target_inputs, 15},
+    {"plain_inputs", plain_inputs, 9},
+    {"commit", commit, sizeof(Commit) / 8},
+    {"first_level", first_level, 16},
+    {"add", add, 11},
+    {"next_level", next_level, 11},
+    {"level_rows", level_rows, 15},
+    {"features", features, 8},
+    {"draft", draft, 15},
+    {"newest", newest, 10},
+    {"keep_first", keep_first, 7},
+    {"chain", chain, 12},
+    {"block", block, 14},
+    {"confident", confident, 13},
+    {"rename", rename_ids, 3},
+    {"take_rows", take_rows, 6},
+    {"fuse", fuse, 12, .doubles = 1},
+    {"exact_logits", exact_logits, 8},
+    {"keep_unseen", keep_unseen, 12},
+    {0},
 };
