@@ -29,6 +29,7 @@ NOBODY: IntArray = np.empty(0, np.int64)  # no batch indices
 # A node's mark, the same in ops/assign/spec.py and the kernels: its depth in the lowest bits, whether it is
 # verified, from which bit on who proposed it, and from which bit on its survival in units of 1 / MARK_ONE.
 MARK_DEPTH, MARK_VERIFIED, MARK_SOURCE, MARK_SURVIVAL, MARK_ONE = 0xFF, 1 << 8, 9, 16, (1 << 15) - 1
+MARK_SOURCES = len(SOURCES) - 1  # of a mark from bit MARK_SOURCE on
 
 # Set beside a drawn token, the same in the kernels: the logits that it was drawn from were not finite, so it means
 # nothing. No draft equals such a token, so it is the last of its step.
@@ -311,17 +312,17 @@ class StepResult:
     @cached_property
     def source(self) -> IntArray:
         """Returns [B, nodes]: who proposed it, an index into `SOURCES`."""
-        return (self.mark >> MARK_SOURCE) & 3
+        return (self.mark >> MARK_SOURCE) & MARK_SOURCES
 
     @cached_property
     def accepted_source(self) -> list[list[int]]:
         """Returns who proposed the accepted drafts of each row, in their order."""
         rows = zip(self.mark.tolist(), self.order.tolist(), self.count.tolist(), strict=True)
-        return [[marks[node] >> MARK_SOURCE & 3 for node in order[1:count]] for marks, order, count in rows]
+        return [[marks[node] >> MARK_SOURCE & MARK_SOURCES for node in order[1:count]] for marks, order, count in rows]
 
     @cached_property
     def proposed_by(self) -> list[list[int]]:
-        """Returns draft nodes of each row that were verified, by source: [B][4]."""
+        """Returns draft nodes of each row that were verified, by source: [B][len(SOURCES)]."""
         if self.mark.size > FEW_MARKS:
             rows = len(self.mark)
             cell = self.source + len(SOURCES) * np.arange(rows)[:, None]
@@ -331,7 +332,7 @@ class StepResult:
         for counted, marks in zip(found, self.mark.tolist(), strict=True):
             for mark in marks:
                 if mark & MARK_VERIFIED and mark & MARK_DEPTH:
-                    counted[mark >> MARK_SOURCE & 3] += 1
+                    counted[mark >> MARK_SOURCE & MARK_SOURCES] += 1
         return found
 
     @cached_property

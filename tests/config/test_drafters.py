@@ -76,7 +76,9 @@ def test_two_heads_and_a_lookup() -> None:
     assert found.name == "EAGLE3+NEXTN+SUFFIX" and found.lookup is find_drafter("SUFFIX")
     assert found.parts == tuple(map(find_drafter, ("EAGLE3", "NEXTN", "SUFFIX"))) and found.tree == found.parts[0].tree
     assert {SECOND, *(name for part in found.parts for name in part.options)} == set(found.options)
-    assert found.credited == (("prediction",), ("EAGLE3+NEXTN",), ("SUFFIX",), ("EAGLE3+NEXTN", "SUFFIX"))
+    heads = "EAGLE3", "NEXTN"
+    assert found.credited[:4] == (("prediction",), heads[:1], ("SUFFIX",), ("EAGLE3", "SUFFIX"))
+    assert found.credited[4:] == (heads[1:], heads, ("NEXTN", "SUFFIX"), (*heads, "SUFFIX"))
     two = find_drafter("DFLASH2+EAGLE3")
     assert two.lookup is None and two.heads == find_drafter("DFLASH2").heads and SECOND in two.options
     assert SECOND not in find_drafter("EAGLE3+NGRAM").options

@@ -123,7 +123,7 @@ def test_drafters_are_told_apart():
     assert list(reporter.drafters) == ["EAGLE3", "NGRAM"]
     sources = [[0, 1, 3, 2], [0, 0, 0, 0], [0, 2, 0, 0]]
     step = result(count=[3, 4, 1], proposed=[3, 3, 1], sources=sources)
-    assert step.proposed_by == [[0, 1, 1, 1], [3, 0, 0, 0], [0, 0, 1, 0]]
+    assert [row[:4] for row in step.proposed_by] == [[0, 1, 1, 1], [3, 0, 0, 0], [0, 0, 1, 0]]
     assert step.accepted_source == [[1, 3], [0, 0, 0], []]
     reporter.watch(plan(CHAIN, 0, 1, 2), step)
     eagle, ngram, prediction = (reporter.drafters[name] for name in ("EAGLE3", "NGRAM", "prediction"))
@@ -142,7 +142,7 @@ def test_a_large_step_is_counted_as_its_rows_are_in_small_ones():
     rows = 3 * FEW_MARKS // 4  # of a root and up to three drafts
     proposed = rng.integers(0, 4, rows).tolist()
     count = [int(rng.integers(0, n + 1)) + 1 for n in proposed]
-    sources = np.hstack((np.zeros((rows, 1), np.int64), rng.integers(0, 4, (rows, 3))))
+    sources = np.hstack((np.zeros((rows, 1), np.int64), rng.integers(0, 8, (rows, 3))))
     whole, parts = (Reporter(scheduler(*range(1, rows)), credited=credited("EAGLE3+NGRAM")) for _ in range(2))
     for reporter, step in ((whole, rows), (parts, 3)):
         for i in range(0, rows, step):

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from draftwing.core import MARK_DEPTH, MARK_ONE, MARK_SOURCE, MARK_SURVIVAL, MARK_VERIFIED
+from draftwing.core import MARK_DEPTH, MARK_ONE, MARK_SOURCE, MARK_SOURCES, MARK_SURVIVAL, MARK_VERIFIED
 from draftwing.engine.devices import pick_device
 from draftwing.engine.row_table import RowTable
 from draftwing.ops.assign.spec import DEPTHS, GRADES, LEVELS, MEMORY, SURE, forget, level_of, new_calibration
@@ -84,7 +84,7 @@ def test_the_best_nodes_of_the_batch_are_verified(
     assert torch.allclose(ranked.survival.cpu().double(), torch.tensor(survival, dtype=torch.float64), rtol=1e-5)
     mark = ranked.mark.cpu()
     assert (mark & MARK_DEPTH).tolist() == depths
-    assert ((mark >> MARK_SOURCE) & 3).tolist() == (draft.grade.cpu() // LEVELS).tolist()
+    assert ((mark >> MARK_SOURCE) & MARK_SOURCES).tolist() == (draft.grade.cpu() // LEVELS).tolist()
     assert torch.allclose((mark >> MARK_SURVIVAL) / MARK_ONE, ranked.survival.cpu(), atol=2 / MARK_ONE)
 
     done = ops.assign(table, rows, draft, tree, inputs, ranked, total)

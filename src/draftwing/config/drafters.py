@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from draftwing.config.aliases import ALIASES, HubModel
-from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, SOURCES, TreeShape, checked_shape, max_nodes
+from draftwing.config.trees import (
+    BLOCK,
+    BRANCHED_BLOCK,
+    LOOKUP,
+    MODEL,
+    SECOND_MODEL,
+    SOURCES,
+    TreeShape,
+    checked_shape,
+    max_nodes,
+)
 from draftwing.errors import ConfigError
 from draftwing.plugins import check_class, import_attribute
 
@@ -91,10 +101,11 @@ class DrafterSpec:
         """Returns whom a draft counts for, by its source (`config.trees.SOURCES`)."""
         if self.own:
             return ((self.name,),) * len(SOURCES)
-        of_models = "+".join(part.name for part in self.parts if part.draft_model) or self.name
-        lookup = self.lookup
-        names = (of_models, *([] if lookup is None else [lookup.name])) if self.build is not None else ()
-        return ("prediction",), names[:1], names[-1:], names
+        models = [part.name for part in self.parts if part.draft_model] or [self.name]
+        lookup = models[0] if self.lookup is None else self.lookup.name
+        names = {MODEL: models[0], SECOND_MODEL: models[-1], LOOKUP: lookup} if self.build is not None else {}
+        credited = [[name for bit, name in names.items() if source & bit] for source in range(1, len(SOURCES))]
+        return ("prediction",), *(tuple(dict.fromkeys(some)) for some in credited)
 
     @property
     def lookup(self) -> DrafterSpec | None:

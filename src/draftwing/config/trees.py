@@ -52,9 +52,9 @@ class TreeShape(NamedTuple):
 PLAIN = TreeShape(0, 1, 1)
 BOTH, MODEL_ALONE, LOOKUP_ALONE = range(3)  # of a pair of drafters
 PREDICTED = TreeShape(8, 1, 9)  # of drafts copied from a predicted output, where there is no other drafter
-# Who proposed a node: a model, a lookup of earlier text, or both.
-SOURCES = ("other", "model", "lookup", "both")
-OTHER, MODEL, LOOKUP = range(3)
+# Who proposed a node, bits of a number, and what a reader is told: a model, a lookup of earlier text, or both.
+OTHER, MODEL, LOOKUP, SECOND_MODEL = 0, 1, 2, 4
+SOURCES = ("other", "model", "lookup", "both", "model", "model", "both", "both")
 MAX_CONFIDENCE = 31  # a drafter's confidence for a row's next draft lies in [0, MAX_CONFIDENCE]
 
 

@@ -18,6 +18,7 @@ from draftwing.core import (
     FEW_MARKS,
     MARK_DEPTH,
     MARK_SOURCE,
+    MARK_SOURCES,
     MARK_VERIFIED,
     Plan,
     StepResult,
@@ -401,4 +402,4 @@ def _cells(result: StepResult, live: Sequence[int]) -> dict[tuple[int, int], int
     return {(cell & MARK_DEPTH, cell >> MARK_SOURCE): count for cell, count in found.items()}
 
 
-_CELL = MARK_DEPTH | 3 << MARK_SOURCE  # of a mark
+_CELL = MARK_DEPTH | MARK_SOURCES << MARK_SOURCE  # of a mark

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from draftwing.config.trees import TreeShape, max_nodes
+from draftwing.config.trees import MODEL, SECOND_MODEL, TreeShape, max_nodes
 from draftwing.models.heads.base import FeatureHead
-from draftwing.ops.assign.spec import new_calibration
+from draftwing.ops.assign.spec import GRADES, LEVELS, new_calibration
 from draftwing.ops.attention.attend import AttnBackend
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.drafter import Drafter, DraftStep, SeenTokens
@@ -19,7 +20,8 @@ from draftwing.spec.model_drafter import HeadDrafter
 
 class HeadsDrafter(Drafter):
     """Of the trees of both the nodes that are expected to be accepted most often are taken, by the calibration that the
-    executor keeps. Each head has its own layers in the pool, and its own columns of the auxiliary hidden states."""
+    executor keeps: of each head apart, and of what both propose. Each head has its own layers in the pool, and its own
+    columns of the auxiliary hidden states."""
 
     def __init__(self, first: HeadDrafter, first_shape: TreeShape, other: HeadDrafter, other_shape: TreeShape) -> None:
         """first_shape, other_shape: the largest tree of each."""
@@ -30,6 +32,9 @@ class HeadsDrafter(Drafter):
         self.kv_layers = (*first.kv_layers, *other.kv_layers)
         self.lookahead, self.tail = max(first.lookahead, other.lookahead), max(first.tail, other.tail)
         self.calibration = new_calibration(self.ops.device)
+        grades = torch.arange(GRADES, device=self.ops.device)
+        second = grades + (SECOND_MODEL - MODEL) * LEVELS
+        self._of_second = torch.where(grades // LEVELS == MODEL, second, grades)  # what its grades become
 
     def menu(self, shape: TreeShape) -> tuple[TreeShape, ...]:
         return self.first.menu(shape)
@@ -51,7 +56,9 @@ class HeadsDrafter(Drafter):
 
     def propose(self, step: DraftStep) -> Draft:
         first, other = (part.propose(step._replace(shape=own)) for part, own in self._parts(step.shape))
-        return self.ops.merge(first, other, step.shape, self.calibration)
+        assert other.grade is not None
+        grade = self.ops.take_rows(self._of_second, other.grade.flatten()).view_as(other.grade)
+        return self.ops.merge(first, other._replace(grade=grade), step.shape, self.calibration)
 
     def constrain(self, table: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
         self.first.constrain(table, rows, banned, noisy)

@@ -366,10 +366,10 @@ def test_no_part_of_a_tree_where_trees_are_verified_whole() -> None:
 
 @pytest.mark.parametrize("rows", [2, 9])
 def test_what_both_drafters_made_tells_what_the_lookup_alone_would_have(rows: int) -> None:
-    """Depth 1 to 4, a node of each source and of both at each depth."""
+    """Depth 1 to 4, a node of a head, of a lookup and of both at each depth."""
     both, alone = TreeShape(4, 4, 13), TreeShape(4, 4, 9, proposer=LOOKUP_ALONE)
     depth = np.array([0, *(1 + n // 3 for n in range(12))]) * np.ones((rows, 1), np.int64)
-    source = np.array([0, *(1 + n % 3 for n in range(12))]) * np.ones((rows, 1), np.int64)
+    source = np.array([0, *(1, 2, 3, 5, 6, 7) * 2]) * np.ones((rows, 1), np.int64)
     mark = depth + (source << MARK_SOURCE) + (int(0.5 * MARK_ONE) << MARK_SURVIVAL)
     result = StepResult(mark, np.ones(rows), mark, mark, np.ones(rows), 0.005)
     whole, looked_up = drafts_by_row(result, [both, alone])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwing.config.trees import SOURCES
+from draftwing.config.trees import SECOND_MODEL, SOURCES
 from draftwing.core import MARK_ONE, MARK_SOURCE, MARK_SURVIVAL, MARK_VERIFIED
 from draftwing.ops.attention.batch import Ragged
 from draftwing.ops.types import (
@@ -32,6 +32,7 @@ from draftwing.ops.types import (
 LEVELS = 16  # of a grade; also in the kernels
 GRADES, DEPTHS = LEVELS * len(SOURCES), 16
 SLOPE, MIDDLE = 1.25, 7.0  # of a level: round(SLOPE * logit + MIDDLE)
+LEFT_OUT = 2.0  # levels that a head's node is worth less which another head did not think of
 PRIOR_WEIGHT = 4.0  # nodes that the first guess counts for
 SURE = 0.995  # no estimate is higher, so that a child is expected less than its parent
 MEMORY = 256.0  # nodes of a grade and depth that are remembered
@@ -51,8 +52,9 @@ def level_of_odds(odds: Tensor) -> Tensor:
 def new_calibration(device: torch.device, share: float | None = None) -> Calibration:
     """Nothing is known yet but what the grades themselves say: these are the first guesses, counted as nodes. share: of
     nodes that are right at any level, where acceptance is simulated and grades say nothing."""
-    level = torch.arange(LEVELS, dtype=torch.float32)
-    guess = torch.sigmoid((level - MIDDLE) / SLOPE).clamp_(0.02, 0.95).repeat(len(SOURCES))
+    level = torch.arange(LEVELS, dtype=torch.float32).repeat(len(SOURCES), 1)
+    level[SECOND_MODEL] -= LEFT_OUT
+    guess = torch.sigmoid((level - MIDDLE) / SLOPE).clamp_(0.02, 0.95).flatten()
     guess[0] = 0.5  # a drafter that does not say
     if share is not None:
         guess.fill_(share)

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from draftwing.config.trees import BOTH, LOOKUP_ALONE, MAX_CONFIDENCE, MODEL, TreeShape
-from draftwing.core import FEW_MARKS, MARK_DEPTH, MARK_ONE, MARK_SOURCE, MARK_SURVIVAL, StepResult
+from draftwing.config.trees import BOTH, LOOKUP, LOOKUP_ALONE, MAX_CONFIDENCE, TreeShape
+from draftwing.core import FEW_MARKS, MARK_DEPTH, MARK_ONE, MARK_SOURCE, MARK_SOURCES, MARK_SURVIVAL, StepResult
 from draftwing.sched.policy.cost import RATE, RECENT
 
 # What is right as long as nothing is known: of a model's drafts of a level this share, of a lookup's the square of it,
@@ -237,7 +237,8 @@ def drafts_by_row(result: StepResult, options: Sequence[TreeShape]) -> list[list
     for shape in options:
         worth = np.where(depth <= shape.depth, survival, 0.0)
         if shape.proposer == LOOKUP_ALONE:
-            worth = np.where(result.source == MODEL, 0.0, worth)
+            of_models = (result.source > 0) & (result.source & LOOKUP == 0)
+            worth = np.where(of_models, 0.0, worth)
         spare = rows * (shape.queries - 1)
         if spare < worth.size:
             cutoff = np.partition(worth, worth.size - spare, axis=None)[worth.size - spare] if spare else np.inf
@@ -251,7 +252,7 @@ def drafts_by_row(result: StepResult, options: Sequence[TreeShape]) -> list[list
 def _few_drafts(result: StepResult, options: Sequence[TreeShape]) -> list[list[float]]:
     """Returns the same in plain Python, from the node that survives most probably down."""
     nodes = sorted(
-        ((mark >> MARK_SURVIVAL, mark & MARK_DEPTH, row, (mark >> MARK_SOURCE) & 3)
+        ((mark >> MARK_SURVIVAL, mark & MARK_DEPTH, row, (mark >> MARK_SOURCE) & MARK_SOURCES)
          for row, marks in enumerate(result.mark.tolist()) for mark in marks if mark & MARK_DEPTH),
         reverse=True,
     )  # fmt: skip
@@ -264,7 +265,7 @@ def _few_drafts(result: StepResult, options: Sequence[TreeShape]) -> list[list[f
             shape.proposer == LOOKUP_ALONE,
         )
         for value, level, row, source in nodes:
-            if level <= depth and not (alone and source == MODEL):
+            if level <= depth and not (alone and source and not source & LOOKUP):
                 drafts[row] += value
                 spare -= 1
                 if not spare:
