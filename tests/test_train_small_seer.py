@@ -14,11 +14,10 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_model_is_written_and_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"tower-steps": 3, "steps": 3, "batch": 2, "hidden": 64, "check": 4, "device": "cpu"}
+    sizes = {"tower-steps": 3, "tower-batch": 4, "pictures": 4, "steps": 3, "batch": 2, "check": 4, "device": "cpu"}
     arguments = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     script(ROOT / "tools" / "train_small_seer.py").main([str(tmp_path), *arguments])
     shown = capsys.readouterr().out
     assert "tower: step 3 of 3" in shown and "decoder: step 3 of 3" in shown
-    for algorithm in ("NGRAM", "SUFFIX"):
-        assert f"{algorithm}: 4 of 4 texts are those without drafts" in shown
+    assert shown.count("; 4 are those without drafts") == 9
     assert (tmp_path / "examples" / "0.png").is_file()

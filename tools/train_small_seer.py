@@ -1,13 +1,12 @@
 """A small model of Qwen3-VL's kind that sees: shapes, digits and their colours in pictures that are drawn here.
 
-    python tools/train_small_seer.py OUT [--tower-steps 2000] [--steps 1000] [--batch 8]
+    python tools/train_small_seer.py OUT [--tower-steps 500] [--steps 500]
     draftwing chat OUT --image OUT/examples/0.png
 
 Asked "What is in the picture?" it says "A red circle on white.", also of the second of two, in a later turn, and says
-so where there is none. The tower learns first, from labels and from where things are, and stays as it is while the
-decoder learns to answer. Colours come within minutes, shapes and digits need most of the steps: what was tried is in
-docs/dev/training.md. The end shows how often the engine's answers are right: with their pictures, with another's, and
-with drafts. Needs transformers.
+so where there is none. The tower learns first, from labels, and stays as it is while the decoder learns to answer. The
+end shows how often the engine's answers are right: with their pictures, with others, without any, and with drafts.
+Needs transformers.
 """
 
 from __future__ import annotations
@@ -18,28 +17,29 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
+    AttentionInterface,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessorPil,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
 
-COLOURS = {
-    "red": (214, 40, 40), "green": (46, 139, 60), "blue": (40, 70, 200), "yellow": (240, 205, 40),
-    "purple": (130, 50, 160), "orange": (240, 130, 30), "black": (20, 20, 20), "white": (245, 245, 245),
-}  # fmt: skip
+# Things are darker than what is behind them: a tower of this size learns shapes late where either may be darker.
+COLOURS = {"red": (205, 30, 40), "green": (25, 130, 50), "blue": (40, 65, 200), "purple": (120, 40, 150),
+           "black": (20, 20, 20)}  # fmt: skip
+GROUNDS = {"white": (245, 245, 245), "yellow": (245, 220, 80), "pink": (250, 180, 205), "grey": (190, 190, 190)}
 SHAPES = "circle", "square", "triangle", "star", "ring", "cross"
 THINGS = (*SHAPES, *map(str, range(10)))
-SIZES = (128, 128), (128, 128), (192, 128), (128, 192)  # halved by the processor, as any larger ones are made as small
+SIZES = (128, 128), (192, 128), (128, 192)  # the processor makes a quarter of them, as of any larger ones
 END, PAD, IMAGE, VIDEO, BEFORE, AFTER, START, STOP = (
     "<|endoftext|>", "<|pad|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>",
     "<|im_end|>",
@@ -50,10 +50,9 @@ TEMPLATE = (
     "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-BLOCK = 16  # pixels of a token's side
-MASK = 8  # parts of its side of which is told whether a thing is there
-PLAIN = 0.3  # of the tower's steps: less and less is black on white, without which it finds colours and no shapes
-PIXELS = {"shortest_edge": 16 * BLOCK**2, "longest_edge": 24 * BLOCK**2}
+PATCH, MERGE = 8, 2  # pixels of a patch's side, patches of a token's
+BLOCK = PATCH * MERGE
+PIXELS = {"shortest_edge": 4 * BLOCK**2, "longest_edge": 6 * BLOCK**2}
 
 
 class Scene(NamedTuple):
@@ -64,6 +63,12 @@ class Scene(NamedTuple):
     def answer(self, question: str) -> str:
         return QUESTIONS[question].format(*self)
 
+    def another(self, draw: random.Random) -> Scene:
+        """Returns one of which no answer is the same."""
+        return Scene(
+            *(draw.choice([one for one in names if one != own]) for names, own in zip(NAMES, self, strict=True))
+        )
+
 
 QUESTIONS = {
     "What is in the picture?": "A {1} {0} on {2}.",
@@ -72,48 +77,57 @@ QUESTIONS = {
     "What is behind it?": "Everything behind it is {2}.",
 }
 NOTHING = "I see no picture."
+NAMES = THINGS, tuple(COLOURS), tuple(GROUNDS)
 
 
 def scene_of(draw: random.Random) -> Scene:
-    colour, ground = draw.sample(sorted(COLOURS), 2)
-    return Scene(draw.choice(THINGS), colour, ground)
+    return Scene(*map(draw.choice, NAMES))
 
 
-def shade(draw: random.Random, colour: str) -> tuple[int, ...]:
-    return tuple(max(0, min(255, part + draw.randint(-14, 14))) for part in COLOURS[colour])
+def shade(draw: random.Random, colour: tuple[int, int, int]) -> tuple[int, ...]:
+    return tuple(max(0, min(255, part + draw.randint(-10, 10))) for part in colour)
 
 
-def drawn(scene: Scene, draw: random.Random) -> Image.Image:
-    """A thing somewhere in a picture of some size."""
-    width, height = draw.choice(SIZES)
-    picture = Image.new("RGB", (width, height), shade(draw, scene.ground))
-    pen, fill, ground = ImageDraw.Draw(picture), shade(draw, scene.colour), picture.getpixel((0, 0))
-    size = draw.randint(84, min(width, height) - 8)
+@cache
+def font(size: int) -> Any:
+    return ImageFont.load_default(size)
+
+
+def drawn(thing: str, draw: random.Random, shape: tuple[int, int], fill: Any, ground: Any) -> Image.Image:
+    """A thing somewhere in a picture. shape: its width and height."""
+    width, height = shape
+    picture = Image.new("RGB", shape, ground)
+    pen, size = ImageDraw.Draw(picture), draw.randint(84, 116)
     left, top = draw.randint(2, width - size - 2), draw.randint(2, height - size - 2)
     box = (left, top, left + size, top + size)
 
     def polygon(*points: tuple[float, float]) -> None:
         pen.polygon([(left + x * size, top + y * size) for x, y in points], fill)
 
-    if scene.thing == "circle":
+    if thing == "circle":
         pen.ellipse(box, fill)
-    elif scene.thing == "square":
+    elif thing == "square":
         pen.rectangle(box, fill)
-    elif scene.thing == "triangle":
+    elif thing == "triangle":
         polygon((0.5, 0), (1, 1), (0, 1))
-    elif scene.thing == "ring":
+    elif thing == "ring":
         edge = size // 4
         pen.ellipse(box, fill)
         pen.ellipse((box[0] + edge, box[1] + edge, box[2] - edge, box[3] - edge), ground)
-    elif scene.thing == "cross":
+    elif thing == "cross":
         pen.rectangle((left + size * 0.35, top, left + size * 0.65, top + size), fill)
         pen.rectangle((left, top + size * 0.35, left + size, top + size * 0.65), fill)
-    elif scene.thing == "star":
+    elif thing == "star":
         turns = [(math.pi * (i / 5 - 0.5), 0.5 if i % 2 == 0 else 0.2) for i in range(10)]
         polygon(*((0.5 + far * math.cos(turn), 0.5 + far * math.sin(turn)) for turn, far in turns))
     else:
-        pen.text((left + size / 2, top + size / 2), scene.thing, fill, ImageFont.load_default(size * 1.2), "mm")
+        pen.text((left + size / 2, top + size / 2), thing, fill, font(int(size * 1.2)), "mm")
     return picture
+
+
+def picture_of(scene: Scene, draw: random.Random) -> Image.Image:
+    fill, ground = shade(draw, COLOURS[scene.colour]), shade(draw, GROUNDS[scene.ground])
+    return drawn(scene.thing, draw, draw.choice(SIZES), fill, ground)
 
 
 class Talk(NamedTuple):
@@ -121,34 +135,30 @@ class Talk(NamedTuple):
 
     messages: list[dict[str, Any]]
     pictures: list[Image.Image]
-    scenes: list[Scene]
 
 
-def talk_of(draw: random.Random, turns: int = 2) -> Talk:
-    """Each question is about the last picture that was shown."""
+def talk(questions: Sequence[str], scenes: Sequence[Scene | None], draw: random.Random) -> Talk:
+    """Each question is about the last picture that was shown. scenes: what is shown with each of them."""
     messages: list[dict[str, Any]] = []
     pictures: list[Image.Image] = []
-    scenes: list[Scene] = []
+    seen = None
+    for question, scene in zip(questions, scenes, strict=True):
+        content: Any = question
+        if scene is not None:
+            seen = scene
+            pictures.append(picture_of(scene, draw))
+            content = [{"type": "image", "image": pictures[-1]}, {"type": "text", "text": question}]
+        answer = NOTHING if seen is None else seen.answer(question)
+        messages += [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    return Talk(messages, pictures)
+
+
+def asked(draw: random.Random) -> tuple[list[str], list[Scene | None]]:
+    """Questions of one or two turns, and what is shown with them; now and then nothing is."""
+    questions = draw.choices(list(QUESTIONS), k=draw.choice((1, 2)))
     if draw.random() < 0.1:
-        return Talk([_user(draw.choice(list(QUESTIONS)), None), _assistant(NOTHING)], [], [])
-    for turn in range(turns):
-        question = draw.choice(list(QUESTIONS))
-        new = turn == 0 or draw.random() < 0.5
-        if new:
-            scenes.append(scene_of(draw))
-            pictures.append(drawn(scenes[-1], draw))
-        messages += [_user(question, pictures[-1] if new else None), _assistant(scenes[-1].answer(question))]
-    return Talk(messages, pictures, scenes)
-
-
-def _user(question: str, picture: Image.Image | None) -> dict[str, Any]:
-    if picture is None:
-        return {"role": "user", "content": question}
-    return {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": question}]}
-
-
-def _assistant(answer: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": answer}
+        return questions[:1], [None]
+    return questions, [scene_of(draw) if i == 0 or draw.random() < 0.5 else None for i in range(len(questions))]
 
 
 def tokenizer_of() -> PreTrainedTokenizerFast:
@@ -171,7 +181,7 @@ def model_of(tokenizer: PreTrainedTokenizerFast, hidden: int) -> Qwen3VLForCondi
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(text) for name, text in (
         ("image", IMAGE), ("video", VIDEO), ("vision_start", BEFORE), ("vision_end", AFTER))}  # fmt: skip
     text = {
-        "vocab_size": len(tokenizer), "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": 4,
+        "vocab_size": len(tokenizer), "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": 2,
         "num_attention_heads": hidden // 32, "num_key_value_heads": max(hidden // 64, 1), "head_dim": 32,
         "max_position_embeddings": 4096, "eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True,
         "rope_parameters": {
@@ -180,8 +190,8 @@ def model_of(tokenizer: PreTrainedTokenizerFast, hidden: int) -> Qwen3VLForCondi
     }  # fmt: skip
     vision = {
         "depth": 4, "hidden_size": hidden, "num_heads": hidden // 32, "intermediate_size": 2 * hidden,
-        "patch_size": BLOCK // 2, "spatial_merge_size": 2, "out_hidden_size": hidden, "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [1, 2],
+        "patch_size": PATCH, "spatial_merge_size": MERGE, "out_hidden_size": hidden, "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [2],
     }  # fmt: skip
     text["initializer_range"] = vision["initializer_range"] = hidden**-0.5  # the usual 0.02 is for much wider ones
     return Qwen3VLForConditionalGeneration(
@@ -194,8 +204,10 @@ class Reader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
-        self.processor = Qwen2VLImageProcessorPil(size=PIXELS, patch_size=BLOCK // 2, merge_size=2)
-        self._ids = {name: tokenizer.convert_tokens_to_ids(name) for name in (IMAGE, START, STOP)}
+        self.processor = Qwen2VLImageProcessorPil(
+            size=PIXELS, patch_size=PATCH, merge_size=MERGE, image_mean=[0.5] * 3, image_std=[0.5] * 3
+        )
+        self._image = tokenizer.convert_tokens_to_ids(IMAGE)
 
     def pixels_of(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
         return dict(self.processor(images=list(pictures), return_tensors="pt"))
@@ -203,19 +215,17 @@ class Reader:
     def batch_of(self, talks: Sequence[Talk]) -> dict[str, Tensor]:
         pictures = [picture for talk in talks for picture in talk.pictures]
         made = self.pixels_of(pictures) if pictures else {}
-        counts = iter((made["image_grid_thw"].prod(-1) // 4).tolist() if pictures else ())
+        counts = iter((made["image_grid_thw"].prod(-1) // MERGE**2).tolist() if pictures else ())
         rows, wanted = [], []
         for talk in talks:
-            row, labels, said = list[int](), list[int](), False
+            row, labels = list[int](), list[int]()
             for message in talk.messages:
-                text = self._tokenizer.apply_chat_template([message], tokenize=False)
-                head, _, tail = text.partition("\n") if message["role"] == "assistant" else (text, "", "")
-                for part, learned in ((head + "\n" if tail else head, False), (tail, True)):
-                    for token in self._tokenizer(part)["input_ids"] if part else ():
-                        times = next(counts) if token == self._ids[IMAGE] else 1
+                head, mark, tail = self._tokenizer.apply_chat_template([message], tokenize=False).partition("\n")
+                for part, learned in (head + mark, False), (tail, message["role"] == "assistant"):
+                    for token in self._tokenizer(part)["input_ids"]:
+                        times = next(counts) if token == self._image else 1
                         row += [token] * times
-                        said = learned
-                        labels += [token if said else -100] * times
+                        labels += [token if learned else -100] * times
             rows.append(torch.tensor(row))
             wanted.append(torch.tensor(labels))
         pad: Any = self._tokenizer.pad_token_id
@@ -224,65 +234,69 @@ class Reader:
             "input_ids": ids,
             "labels": nn.utils.rnn.pad_sequence(wanted, True, -100),
             "attention_mask": (ids != pad).long(),
-            "mm_token_type_ids": (ids == self._ids[IMAGE]).int(),
+            "mm_token_type_ids": (ids == self._image).int(),
         }
 
 
-class Labels(nn.Module):
-    """What pictures show, of the means of their rows of features: things, their colours, and those behind. And where
-    the things are, of each row that the middle of the tower gives."""
+class Pool:
+    """Things in pictures of one size, to be had in any colours."""
 
-    def __init__(self, width: int, deep: int) -> None:
-        super().__init__()
-        self.read = nn.Linear((1 + deep) * width, len(THINGS) + 2 * len(COLOURS))
-        self.trace = nn.Linear(width, MASK**2)
+    def __init__(self, reader: Reader, draw: random.Random, shape: tuple[int, int], count: int, device: str) -> None:
+        self.things = torch.randint(len(THINGS), (count,), generator=torch.Generator().manual_seed(draw.randrange(99)))
+        made = reader.pixels_of([drawn(THINGS[i], draw, shape, "white", "black") for i in self.things.tolist()])
+        pixels = made["pixel_values"].view(count, -1, 3, 2, PATCH**2)  # a still picture is two equal frames
+        self.things, (_, self.rows, self.columns) = self.things.to(device), made["image_grid_thw"][0].tolist()
+        self._alpha = (pixels[:, :, 0, 0].to(device) + 1) / 2  # [count, patches, PATCH**2]: how much of it is the thing
 
-    def forward(self, features: Any, counts: list[int]) -> tuple[tuple[Tensor, ...], Tensor]:
-        rows = torch.cat((features.pooler_output, *features.deepstack_features), -1)
-        means = torch.stack([part.mean(0) for part in rows.split(counts)])
-        told = self.read(means).split((len(THINGS), len(COLOURS), len(COLOURS)), -1)
-        return told, self.trace(features.deepstack_features[0])
+    def batch(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns pixels [count * patches, values] as the tower takes them, what they show [3, count], in the order of
+        `NAMES`, and their grid [1, 3]: they are frames of one video, which do not see each other."""
+        device = self.things.device
+        at = torch.randint(len(self.things), (count,), device=device)
+        shown, shades = [self.things[at]], []
+        for names in (COLOURS, GROUNDS):
+            table = torch.tensor([*names.values()], device=device) / 127.5 - 1
+            shown.append(torch.randint(len(names), (count,), device=device))
+            shades.append((table[shown[-1]] + (torch.rand(count, 3, device=device) - 0.5) * 0.16)[:, None, :, None])
+        fill, ground = shades  # [count, 1, 3, 1]
+        pixels = ground + self._alpha[at][:, :, None] * (fill - ground)  # [count, patches, 3, PATCH**2]
+        pixels = pixels.clamp(-1, 1)[:, :, :, None].expand(-1, -1, -1, 2, -1)
+        return pixels.flatten(0, 1).flatten(1), torch.stack(shown), torch.tensor([[count, self.rows, self.columns]])
 
 
-def mask_of(scene: Scene, draw: random.Random, grid: tuple[int, int]) -> Tensor:
-    """Returns where a thing is that `drawn` draws, [rows * columns of tokens, MASK * MASK], 0 .. 1."""
-    rows, columns = grid
-    black = drawn(scene._replace(colour="white", ground="black"), draw).convert("L")
-    small = torch.from_numpy(np.array(black.resize((columns * MASK, rows * MASK)))) / 255
-    return small.view(rows, MASK, columns, MASK).transpose(1, 2).reshape(rows * columns, -1)
+def of_one_size(
+    _: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, cu_seq_lens_q: Tensor, **__: Any
+) -> tuple[Tensor, None]:
+    """Attends within frames of one size, [1, heads, tokens, head_dim], in one call. Transformers has one for each."""
+    frames = len(cu_seq_lens_q) - 1
+    parts = (one[0].unflatten(1, (frames, -1)).transpose(0, 1) for one in (query, key, value))
+    found = nn.functional.scaled_dot_product_attention(*parts, scale=scaling)  # [frames, heads, tokens, head_dim]
+    return found.transpose(1, 2).flatten(0, 1), None
+
+
+AttentionInterface.register("flash_of_one_size", of_one_size)  # it is given sizes because of its name
 
 
 def train_tower(net: Qwen3VLForConditionalGeneration, reader: Reader, args: argparse.Namespace) -> None:
     """Teaches the tower what pictures show, and leaves it as it is then: a decoder that learns beside it teaches it
     colours alone."""
-    draw, device, tower = random.Random(args.seed), torch.device(args.device), net.model.visual
-    deep = len(tower.config.deepstack_visual_indexes)
-    labels, colours = Labels(tower.config.out_hidden_size, deep).to(device), sorted(COLOURS)
+    draw, tower = random.Random(args.seed), net.model.visual
+    pools = [Pool(reader, draw, shape, args.pictures, args.device) for shape in SIZES]
+    counts = [len(names) for names in NAMES]
+    labels = nn.Linear(tower.config.out_hidden_size, sum(counts)).to(args.device)
 
-    def loss_of(done: float) -> tuple[Tensor, str]:
-        scenes = [scene_of(draw) for _ in range(4 * args.batch)]
-        plain = max(1 - done / PLAIN, 0.0)
-        scenes = [one._replace(colour="black", ground="white") if draw.random() < plain else one for one in scenes]
-        again = [random.Random(draw.random()) for _ in scenes]
-        states = [one.getstate() for one in again]
-        made = reader.pixels_of([drawn(scene, one) for scene, one in zip(scenes, again, strict=True)])
-        grids, masks = (made["image_grid_thw"][:, 1:] // 2).tolist(), list[Tensor]()
-        for scene, one, state, grid in zip(scenes, again, states, grids, strict=True):
-            one.setstate(state)
-            masks.append(mask_of(scene, one, grid))
-        counts = [rows * columns for rows, columns in grids]
-        found = tower(made["pixel_values"].to(device), grid_thw=made["image_grid_thw"].to(device), return_dict=True)
-        told, traced = labels(found, counts)
-        ids = [(THINGS.index(one.thing), colours.index(one.colour), colours.index(one.ground)) for one in scenes]
-        wanted = torch.tensor(ids, device=device).t()
-        losses = [nn.functional.cross_entropy(one, ids) for one, ids in zip(told, wanted, strict=True)]
-        losses.append(4 * nn.functional.binary_cross_entropy_with_logits(traced, torch.cat(masks).to(device)))
-        right = [int((one.argmax(-1) == ids).sum()) for one, ids in zip(told, wanted, strict=True)]
-        return torch.stack(
-            losses
-        ).sum(), f"of {len(scenes)} things, colours and grounds {right} are right, trace {losses[-1].item() / 4:.3f}"
+    def loss_of() -> tuple[Tensor, str]:
+        pixels, shown, grid = draw.choice(pools).batch(args.tower_batch)
+        found = tower(pixels, grid_thw=grid.to(args.device), return_dict=True)
+        rows = found.pooler_output + torch.stack(found.deepstack_features).sum(0)  # as the decoder has them at last
+        told = labels(rows.view(args.tower_batch, -1, rows.shape[-1]).mean(1)).split(counts, -1)
+        right = [f"{(one.argmax(-1) == ids).float().mean():.0%}" for one, ids in zip(told, shown, strict=True)]
+        losses = [nn.functional.cross_entropy(one, ids) for one, ids in zip(told, shown, strict=True)]
+        return torch.stack(losses).sum(), f"things, colours, grounds: {', '.join(right)}"
 
+    slow, tower.config._attn_implementation = tower.config._attn_implementation, "flash_of_one_size"
     _fit("tower", [*tower.parameters(), *labels.parameters()], args.tower_steps, args.rate, loss_of)
+    tower.config._attn_implementation = slow
     tower.requires_grad_(False)
 
 
@@ -290,8 +304,8 @@ def train(net: Qwen3VLForConditionalGeneration, reader: Reader, args: argparse.N
     """Teaches the decoder to answer."""
     draw, device = random.Random(args.seed), torch.device(args.device)
 
-    def loss_of(done: float) -> tuple[Tensor, str]:
-        batch = reader.batch_of([talk_of(draw) for _ in range(args.batch)])
+    def loss_of() -> tuple[Tensor, str]:
+        batch = reader.batch_of([talk(*asked(draw), draw) for _ in range(args.batch)])
         loss: Tensor = net(**{name: value.to(device) for name, value in batch.items()}).loss
         return loss, ""
 
@@ -299,7 +313,7 @@ def train(net: Qwen3VLForConditionalGeneration, reader: Reader, args: argparse.N
 
 
 def _fit(
-    name: str, params: list[nn.Parameter], steps: int, rate: float, loss_of: Callable[[float], tuple[Tensor, str]]
+    name: str, params: list[nn.Parameter], steps: int, rate: float, loss_of: Callable[[], tuple[Tensor, str]]
 ) -> None:
     optimizer = torch.optim.AdamW(params, lr=rate, betas=(0.9, 0.98), weight_decay=0.02)
     warm = max(steps // 25, 1)
@@ -308,7 +322,7 @@ def _fit(
     )
     began = time.perf_counter()
     for step in range(steps):
-        loss, more = loss_of(step / steps)
+        loss, more = loss_of()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(params, 1.0)
@@ -329,7 +343,7 @@ def save(net: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFas
     draw = random.Random("examples")
     scenes = [scene_of(draw) for _ in range(8)]
     for i, scene in enumerate(scenes):
-        drawn(scene, draw).resize((256, 256)).save(out / "examples" / f"{i}.png")
+        picture_of(scene, draw).save(out / "examples" / f"{i}.png")
     names = {f"{i}.png": scene.answer("What is in the picture?") for i, scene in enumerate(scenes)}
     (out / "examples" / "answers.json").write_text(json.dumps(names, indent=1))
 
@@ -338,50 +352,41 @@ def check(out: Path, device: str, count: int) -> None:
     """Prints how often the engine is right about pictures that training has not seen."""
     from draftwing import LLM
 
-    draw = random.Random("held out")
-    talks = [talk for talk in (talk_of(draw) for _ in range(2 * count)) if talk.pictures][:count]
-    wanted = [talk.messages[-1]["content"] for talk in talks]
-    asked = [talk.messages[:-1] for talk in talks]
-    others = [_with_pictures(one, talks[i - 1].pictures) for i, one in enumerate(asked)]
-    without = [one[-1:] for one in asked]
-    params = {"temperature": 0.0, "max_new_tokens": 24}
-    texts: list[list[int]] = []
+    draw, params = random.Random("held out"), {"temperature": 0.0, "max_new_tokens": 24}
+    told = [one for one in (asked(draw) for _ in range(2 * count)) if one[1][0]][:count]
+    right = [talk(*one, draw) for one in told]
+    shown = {
+        "their pictures": right,
+        "other pictures": [talk(one, [each and each.another(draw) for each in scenes], draw) for one, scenes in told],
+        "no picture": [talk(one[:1], [None], draw) for one, _ in told],
+    }
+    wanted, texts = [one.messages[-1]["content"] for one in right], dict[str, list[str]]()
     for algorithm in ("none", "NGRAM", "SUFFIX"):
         with LLM(str(out), device=device, speculative_algorithm=algorithm, max_total_tokens=16384) as llm:
-            answers = llm.chat(asked, params)
-            right = sum(a.text == b for a, b in zip(answers, wanted, strict=True))
-            accept = sum(a.meta_info["spec_accept_length"] for a in answers) / count
-            print(f"{algorithm}: {right} of {count} answers are right, {accept:.2f} tokens a step", flush=True)
-            if algorithm == "none":
-                texts = [a.token_ids for a in answers]
-                swapped = sum(a.text == b for a, b in zip(llm.chat(others, params), wanted, strict=True))
-                print(f"with the pictures of others: {swapped} of {count}")
-                blind = [one for one in without if isinstance(one[-1]["content"], str)]
-                said = [a.text for a in llm.chat(blind, params)]
-                print(f"without any: {said.count(NOTHING)} of {len(blind)} say {NOTHING!r}")
-            else:
-                same = sum(a.token_ids == b for a, b in zip(answers, texts, strict=True))
-                print(f"{algorithm}: {same} of {count} texts are those without drafts")
-
-
-def _with_pictures(messages: list[dict[str, Any]], pictures: Sequence[Image.Image]) -> list[dict[str, Any]]:
-    left, out = list(pictures), []
-    for message in messages:
-        if not isinstance(message["content"], str):
-            text = message["content"][1]["text"]
-            message = _user(text, left.pop(0) if len(left) > 1 else left[0])
-        out.append(message)
-    return out
+            for name, talks in shown.items():
+                found = llm.chat([one.messages[:-1] for one in talks], params)
+                said = [one.text for one in found]
+                same = sum(a == b for a, b in zip(said, texts.setdefault(name, said), strict=True))
+                own = sum(text == one.messages[-1]["content"] for text, one in zip(said, talks, strict=True))
+                first = sum(a == b for a, b in zip(said, wanted, strict=True))
+                steps = sum(one.meta_info["spec_accept_length"] for one in found) / count
+                print(
+                    f"{algorithm}, {name}: {own} of {count} answers are right, {first} are about their pictures; "
+                    f"{same} are those without drafts, {steps:.2f} tokens a step",
+                    flush=True,
+                )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tower-steps", type=int, default=2000, help="with --batch times four pictures each")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=8, help="conversations of two turns")
-    parser.add_argument("--hidden", type=int, default=64, help="a multiple of 32")
-    parser.add_argument("--rate", type=float, default=1.5e-3)
+    parser.add_argument("--tower-steps", type=int, default=500)
+    parser.add_argument("--tower-batch", type=int, default=256, help="pictures of a step")
+    parser.add_argument("--pictures", type=int, default=2500, help="that are drawn of each size, to be coloured")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch", type=int, default=16, help="conversations of a step")
+    parser.add_argument("--hidden", type=int, default=64, help="a multiple of 64")
+    parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", type=int, default=200, help="conversations at the end")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -390,7 +395,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = tokenizer_of()
     reader, net = Reader(tokenizer), model_of(tokenizer, args.hidden).to(args.device)
     size = sum(param.numel() for param in net.parameters())
-    print(f"{size / 1e6:.1f}M parameters on {args.device}, {len(tokenizer)} tokens", flush=True)
+    print(f"{size / 1e6:.2f}M parameters on {args.device}, {len(tokenizer)} tokens", flush=True)
     train_tower(net, reader, args)
     train(net, reader, args)
     save(net, tokenizer, reader, args.out)
