@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from draftwing.engine.devices.cpu import CpuDevice
+from draftwing.ops.table import TorchOps
 
 
 class DistantCpu(CpuDevice):
@@ -16,7 +16,7 @@ class DistantCpu(CpuDevice):
     direction arrive in order, as on a stream."""
 
     has_own_memory = True
-    asked: ClassVar[int] = 3
+    asked: int = 3
 
     def copy_out(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], bool]:
         for _, host in pairs:
@@ -48,6 +48,14 @@ class DistantCpu(CpuDevice):
             return left[0] <= 0
 
         return done
+
+
+class LaterRanks(DistantCpu):
+    """Of ranks from 1 on copies arrive much later."""
+
+    def __init__(self, rank: int = 0, ops: TorchOps | None = None) -> None:
+        super().__init__(rank, ops)
+        self.asked = 40 if rank else 3
 
 
 class LostCpu(DistantCpu):

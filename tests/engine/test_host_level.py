@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from distant_device import DistantCpu, LostCpu
+from distant_device import DistantCpu, LaterRanks, LostCpu
 from reference.checkpoints import eagle3_head
 from reference.learnable import write_target
 from restarted import OF, Reply, ask, once, opened, run, tokens, write_hybrid
@@ -332,6 +332,47 @@ def test_the_disk_gets_what_the_host_has(model: Path, hybrid: Callable[[str], Pa
     assert once(of, tmp_path, prompt, device=DistantCpu)[:2] == (first.tokens, 448)
 
 
+@pytest.mark.slow
+def test_ranks_keep_their_own_parts(model: Path) -> None:
+    """Copies of the other rank arrive later than rank 0's, which waits for its own alone."""
+    prompt = tokens(300)
+    first = once(model, None, prompt)
+    with engine_of(model, tp_size=2, device=LaterRanks, max_total_tokens=480) as engine:
+        assert ask(engine, prompt).tokens == first.tokens
+        evict(engine)
+        ask(engine, tokens(420, 1))  # which all slots are written by
+        evict(engine)
+        again = ask(engine, prompt)
+        assert again.tokens == first.tokens and again.cached == came_back(engine) == 256
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["llama", "qwen3.5"])
+def test_conversations_by_turns_on_ranks(model: Path, hybrid: Callable[[str], Path], kind: str, size: int) -> None:
+    """Of conversations by turns in a pool that has room for one of them or two."""
+    if kind == "qwen3.5" and size == 4:
+        pytest.skip("it has two key heads")
+    of = model if kind == "llama" else hybrid(kind)
+    talks, rng, cached = [tokens(120 + 40 * at, at) for at in range(5)], random.Random(1), 0
+    ranks: dict[str, Any] = {"tp_size": size, "max_total_tokens": 700, "hicache_size": 0.003, "device": LaterRanks}
+    with engine_of(of, **ranks) as engine, engine_of(of) as alone:
+        for turn in range(12):
+            at = rng.randrange(5)
+            expected, found = ask(alone, talks[at]), ask(engine, talks[at])
+            assert found.tokens == expected.tokens
+            cached += found.cached
+            talks[at] += [*found.tokens, *tokens(20, 100 + turn)]
+        assert cached > 600 and came_back(engine) > 256
+
+
+def test_pages_of_ranks_without_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank has none: so it is said at the start."""
+    monkeypatch.setattr(host_level, "open_share", lambda executor, *sizes: False)
+    with pytest.raises(ConfigError, match=r"hicache_size: 0\.01 GB of host memory cannot be had by all 1 ranks"):
+        opened(model, **HOST)
+
+
 def test_it_is_copied_while_nothing_runs(model: Path) -> None:
     with engine_of(model) as engine:
         engine.measure_read_rate()  # else that is done first
@@ -349,9 +390,8 @@ def test_it_is_copied_while_nothing_runs(model: Path) -> None:
 
 
 def test_it_is_refused_where_it_cannot_work(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for more in ({"disable_radix_cache": True}, {"tp_size": 2}):
-        with pytest.raises(ConfigError, match="hicache_size"):
-            opened(model, hicache_size=1.0, **more)
+    with pytest.raises(ConfigError, match="hicache_size"):
+        opened(model, hicache_size=1.0, disable_radix_cache=True)
 
     def fail(*args: Any) -> Any:
         raise RuntimeError("CUDA error: out of memory\nand a long text")

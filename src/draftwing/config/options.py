@@ -99,8 +99,8 @@ class Options(OptionFields):
         for name, given in (("prefix_cache_dir", self.prefix_cache_dir), ("hicache_size", self.hicache_size)):
             if given and self.disable_radix_cache:
                 raise ConfigError(f"{name} and disable_radix_cache exclude each other; give one of them")
-            if given and self.tp_size > 1:
-                raise ConfigError(f"{name} needs tp_size 1; found {self.tp_size}: leave one of them out")
+        if self.prefix_cache_dir and self.tp_size > 1:
+            raise ConfigError(f"prefix_cache_dir needs tp_size 1; found {self.tp_size}: leave one of them out")
         if self.chunked_prefill_size == 0:
             raise ConfigError("chunked_prefill_size must be at least 1, or -1 for no limit; found 0")
         parsers = {"reasoning_parser": self.reasoning_parser, "tool_call_parser": self.tool_call_parser}

@@ -22,6 +22,7 @@ from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.devices.put_away import PutAway
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.graphs import GraphCache, RecordedStages, batch_sizes
+from draftwing.engine.host_share import HostShare
 from draftwing.engine.image_features import ImageFeatures
 from draftwing.engine.rank_broadcast import SINGLE_RANK, LoadedHeads, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
@@ -118,6 +119,7 @@ class Executor:
         self.on_result: Callable[[StepResult], None] | None = None  # is told each result, where ranks are compared
         self.broadcast: RankBroadcast = SINGLE_RANK  # has the other ranks do the same
         self.away: PutAway | None = None  # while the engine sleeps
+        self.host_share: HostShare | None = None  # of a rank from 1 on, where cached prefixes go to host memory
 
     def run_on_all_ranks(self, function: Callable[..., T], *args: Any) -> T:
         """Calls the function of a module, or a method, with the executor of every rank, this one's last."""

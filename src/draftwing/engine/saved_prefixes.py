@@ -29,6 +29,7 @@ from draftwing.core import IntArray
 from draftwing.engine.build import Parts
 from draftwing.engine.cached_texts import SavedText, WaitingTexts, cached_parts
 from draftwing.engine.host_level import HostLevel
+from draftwing.engine.host_share import slot_bytes
 from draftwing.engine.prefix_identity import identity_of, namespace_of
 from draftwing.engine.provenance import Provenance
 from draftwing.engine.read_ahead import ReadAhead
@@ -36,7 +37,6 @@ from draftwing.engine.saved_slots import SavedSlots
 from draftwing.errors import ConfigError, GenerationError
 from draftwing.kv.prefix_index import BLOCK, PrefixIndex, block_digests, kept_in, owner_of, reachable, state_digest
 from draftwing.kv.prefix_store import PrefixStore
-from draftwing.kv.slot_bytes import SlotBytes
 from draftwing.machine import lacks_memory
 from draftwing.sched.req import Req, ReqState
 
@@ -66,12 +66,9 @@ class SavedPrefixes:
     def __init__(self, store: PrefixStore | None, parts: Parts, host_size: float = 0.0) -> None:
         """store: None where nothing is kept on the disk.  host_size: of the budget in host memory, GB, 0: nothing is
         kept there. Raises ConfigError where it cannot be had."""
-        pool = parts.executor.attn.pool
         self._store, self._kv, self._sched = store, parts.sched.kv, parts.sched
         self._upload = parts.executor.device.upload
-        self._slots = SlotBytes(parts.executor.by_slot)
-        layers = [] if pool.states is None else pool.states.layers.values()
-        self._states = SlotBytes([kept for layer in layers for kept in (layer.state, layer.conv)])
+        self._slots, self._states = slot_bytes(parts.executor)
         self._host = HostLevel(parts, self._slots, self._states, host_size) if host_size else None
         device, size = parts.executor.device, (self._slots.each + 1) * BLOCK
         self._ahead = ReadAhead(store, device, size) if store is not None and device.has_own_memory else None
@@ -157,6 +154,8 @@ class SavedPrefixes:
         while self._host is not None and self._host.pending:
             self.keep_some()
             time.sleep(0.001)  # copies go on
+        if self._host is not None:
+            self._host.settle()
 
     def _write(self, stop: Callable[[], bool]) -> None:
         """stop: whether to leave the rest for later, asked before each file."""
@@ -381,7 +380,7 @@ class SavedPrefixes:
         if self._store is not None:
             found |= {"prefix_cache_bytes": self._store.size, "prefix_cache_restored_tokens": self.restored}
         if self._host is not None:
-            found |= {"host_cache_bytes": self._host.store.size, "host_cache_tokens": self.restored_from_host}
+            found |= {"host_cache_bytes": self._host.size, "host_cache_tokens": self.restored_from_host}
         return found
 
 

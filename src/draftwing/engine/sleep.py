@@ -174,9 +174,10 @@ def _emptied(executor: Executor) -> list[Tensor]:
 
 
 def tensors_of(executor: Executor) -> list[Tensor]:
-    """Returns all tensors that an executor's objects hold, but for what ranks share: others read it by its address. One
-    that is not found stays as it is. Objects that engines of a process share, such as kernels, hold none."""
-    found, todo, seen = list[Tensor](), list[object]([executor]), {id(executor.model.ranks)}
+    """Returns all tensors that an executor's objects hold, but for what ranks share, which others read by its address,
+    and for copies in host memory. One that is not found stays as it is. Objects that engines of a process share, such
+    as kernels, hold none."""
+    found, todo, seen = list[Tensor](), list[object]([executor]), {id(executor.model.ranks), id(executor.host_share)}
     while todo:
         one = todo.pop()
         if id(one) in seen or isinstance(one, type | ModuleType):

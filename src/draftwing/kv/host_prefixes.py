@@ -33,6 +33,46 @@ class HostCopies(Protocol):
         """Starts copies from the host."""
 
 
+class HostPages:
+    """Host memory of one rank, in pages of one size that are known by number."""
+
+    def __init__(self, copies: HostCopies, size: int, count: int) -> None:
+        """size: of a page, bytes. Raises RuntimeError where the memory cannot be had."""
+        self._copies, self._size = copies, size
+        self._pages = list[Tensor]()
+        while len(self._pages) < count:
+            slab = min(1 << ((count - len(self._pages)) * size).bit_length() - 1, SLAB)
+            self._pages += copies.host_memory(max(slab // size, 1) * size).split(size)
+
+    def copy_out(self, rows: Tensor, places: Sequence[Sequence[int]]) -> Callable[[], bool]:
+        """Starts to copy the first of rows [parts, bytes] on the device to the pages of each. Returns whether they have
+        arrived, when it is called."""
+        assert all(rows.shape[1] <= len(pages) * self._size for pages in places)
+        return self._copies.copy_out(
+            [
+                (part, self._pages[page][: len(part)])
+                for row, pages in zip(rows, places, strict=False)
+                for part, page in zip(row.split(self._size), pages, strict=False)
+            ]
+        )
+
+    def copy_in(self, places: Sequence[Sequence[int]], size: int) -> tuple[Tensor, Callable[[], bool]]:
+        """Starts to copy parts of `size` bytes to the device -> [parts, size] uint8 there, and whether they have
+        arrived, when it is called."""
+        parts = list[Tensor]()
+        for pages in places:
+            left = size
+            for page in pages:
+                parts.append(self._pages[page][: min(left, self._size)])
+                left -= len(parts[-1])
+        found, done = self._copies.copy_in(parts)
+        return found.view(len(places), size), done
+
+    def content(self, pages: Sequence[int], size: int) -> bytes:
+        """Returns the bytes of a part of that size."""
+        return b"".join(self._pages[page].numpy().data for page in pages)[:size]
+
+
 class _Place(NamedTuple):
     """pages: numbers, from the first byte on.  size: bytes.  note: as of `HostPrefixes.write`."""
 
@@ -59,11 +99,8 @@ class HostPrefixes(PrefixIndex):
         """page: bytes.  limit: of all of them. Raises RuntimeError where the memory cannot be had."""
         count = limit // page
         super().__init__(count * page)
-        self._copies, self._page = copies, page
-        self._pages = list[Tensor]()
-        while len(self._pages) < count:
-            slab = min(1 << ((count - len(self._pages)) * page).bit_length() - 1, SLAB)
-            self._pages += copies.host_memory(max(slab // page, 1) * page).split(page)
+        self._page, self.count = page, count
+        self._memory = HostPages(copies, page, count)
         self._free = list(range(count))
         self._at: dict[bytes, _Place] = {}  # of parts that are there or on their way
         self._arriving: dict[bytes, Stored] = {}
@@ -111,23 +148,20 @@ class HostPrefixes(PrefixIndex):
         rows [entries, bytes] uint8 on the device: what nobody changes any more.  keep: digests that may not go for it,
         theirs among them.  notes: what `note` returns of each. Returns how many; fewer also where pages are not free
         yet (`resting`)."""
-        size, pairs, parts = rows.shape[1], list[tuple[Tensor, Tensor]](), list[Stored]()
+        size, parts = rows.shape[1], list[Stored]()
         need, now, keep = -(-size // self._page), time.time(), {*keep, *self._arriving}
-        for entry, row, note in zip(entries, rows, notes or [None] * len(entries), strict=True):
+        for entry, note in zip(entries, notes or [None] * len(entries), strict=True):
             if not self._make_room(need * self._page, keep) or need > len(self._free):
                 break
             pages = [self._free.pop() for _ in range(need)]
-            pairs += [
-                (part, self._pages[page][: len(part)]) for part, page in zip(row.split(self._page), pages, strict=True)
-            ]
             stored = Stored(self._name, entry, need * self._page, now)
             self._at[entry.digest] = _Place(pages, size, note)
             self._arriving[entry.digest] = stored
             self._add(stored)
             parts.append(stored)
-        if pairs:
+        if parts:
             try:
-                done = self._copies.copy_out(pairs)
+                done = self._memory.copy_out(rows, self.places([stored.entry.digest for stored in parts]))
             except BaseException:  # such as for want of memory: what is not copied is not kept
                 for stored in parts:
                     self._remove(stored)
@@ -137,15 +171,13 @@ class HostPrefixes(PrefixIndex):
 
     def read(self, digests: Sequence[bytes]) -> Tensor:
         """Starts to copy parts that are there, all of one size, to the device -> [digests, bytes] uint8 there."""
-        parts = list[Tensor]()
-        for digest in digests:
-            pages, left, _ = self._at[digest]
-            for page in pages:
-                parts.append(self._pages[page][: min(left, self._page)])
-                left -= self._page
-        found, done = self._copies.copy_in(parts)
+        found, done = self._memory.copy_in(self.places(digests), self._at[digests[0]].size)
         self._in.append(_Flight(done, found.numel()))
-        return found.view(len(digests), -1)
+        return found
+
+    def places(self, digests: Sequence[bytes]) -> list[list[int]]:
+        """Returns the pages of each of these parts, which are there or on their way."""
+        return [self._at[digest].pages for digest in digests]
 
     def note(self, digest: bytes) -> Any:
         """Returns what `write` was given with a part."""
@@ -154,7 +186,7 @@ class HostPrefixes(PrefixIndex):
     def content(self, digest: bytes) -> bytes:
         """Returns the bytes of a part that is there."""
         pages, size, _ = self._at[digest]
-        return b"".join(self._pages[page].numpy().data for page in pages)[:size]
+        return self._memory.content(pages, size)
 
     def delete(self, owner: bytes | None = None) -> None:
         """Removes an owner's parts; None: all."""
@@ -164,7 +196,7 @@ class HostPrefixes(PrefixIndex):
     def check_integrity(self) -> None:
         """Asserts that each page is free, of one part, or given up. For tests."""
         pages = [*self._free, *_all(place.pages for place in self._at.values()), *_all(one[0] for one in self._resting)]
-        assert sorted(pages) == list(range(len(self._pages))), "a page was lost, or has two owners"
+        assert sorted(pages) == list(range(self.count)), "a page was lost, or has two owners"
         assert self.size == sum(len(place.pages) for place in self._at.values()) * self._page <= self._limit
         assert {entry.entry.digest for entry in self._files.values()} == set(self._at) >= set(self._arriving)
 
