@@ -140,7 +140,7 @@ async def test_a_request_that_waited_for_its_model_is_told_so() -> None:
         assert (await client.post("/v1/any", json={"model": "b"})).json()["name"] == "b"
 
 
-@pytest.mark.parametrize("path", ["/v1/any", "/models/load"])
+@pytest.mark.parametrize("path", ["/v1/any", pytest.param("/models/load", marks=pytest.mark.exhaustive)])
 async def test_who_leaves_before_a_model_is_loaded_is_forgotten(path: str) -> None:
     async with front(models_max=1, disable_ui=False) as client:
 

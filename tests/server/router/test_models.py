@@ -367,7 +367,7 @@ async def test_who_leaves_while_it_waits_holds_nothing() -> None:
     [
         ("room", "it waits for room"),
         ("own end", "it is still answering"),
-        ("own sleep", "it is still answering"),
+        pytest.param("own sleep", "it is still answering", marks=pytest.mark.exhaustive),
         ("start", "it is still being loaded"),
         ("wake-up", "it waits for room"),
     ],
