@@ -503,7 +503,7 @@ typedef struct {
     const int64_t *seed, *positions; /* of each row */
     const float *temperature;        /* and top_p, min_p, each of all rows; NULL: no noise */
     const int64_t *target;           /* token ids of the logits, NULL: 0, 1, .. */
-    float *scratch;                  /* [threads, 2 * padded]: a row's noise, and room */
+    float *scratch;                  /* [threads, 2 * padded]: a row's noise, a node's */
     Workers *workers;
     int64_t padded, next, worker;
 } Top;
@@ -588,9 +588,15 @@ static void give(const Best *best, int64_t count, float total, const int64_t *na
     }
 }
 
+/* A node's noise less what min-p takes from it: once, for it is added twice. */
+INLINE void take_unlikely(const Top *t, int64_t at, const float *noise, float reach, float *less, const int half) {
+    const float largest = largest_of(t->logits, at, 0, t->vocab, half);
+    for (int64_t c = 0; c < t->vocab; c += LANES)
+        storef(less + c, loadf(noise + c) - unlikely(logits_before(t->logits, at, c, t->vocab, half), largest, reach));
+}
 static void top_some(void *data) {
     Top *t = data;
-    float *noise = t->scratch + take(&t->worker, 1) * 2 * t->padded;
+    float *noise = t->scratch + take(&t->worker, 1) * 2 * t->padded, *less = noise + t->padded;
     for (int64_t row; (row = take(&t->next, 1)) < t->rows;) {
         const int noisy = t->temperature && t->temperature[row] > 0.0f;
         const Noises own = {t->seed, t->positions, t->temperature, t->target};
@@ -598,8 +604,9 @@ static void top_some(void *data) {
         if (noisy) row_noise(&own, row, 0, t->vocab, noise);
         for (int64_t i = row * t->nodes; i < (row + 1) * t->nodes; i++) {
             const int64_t at = i * t->vocab;
-            const float largest = reach < NO_MIN_P ? largest_of(t->logits, at, 0, t->vocab, (int)t->half) : 0.0f;
-            const Noised how = {noisy ? noise : NULL, largest, reach};
+            if (reach < NO_MIN_P && t->half) take_unlikely(t, at, noise, reach, less, 1);
+            else if (reach < NO_MIN_P) take_unlikely(t, at, noise, reach, less, 0);
+            const Noised how = {reach < NO_MIN_P ? less : noisy ? noise : NULL, 0.0f, NO_MIN_P};
             Found found;
             best_of(t->logits, at, t->half, 0, t->vocab, &how, &found, t->count);
             give(&found.best, t->count, found.top + log_of(found.total), NULL, t->ids + i * t->count,
