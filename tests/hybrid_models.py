@@ -64,6 +64,10 @@ BAMBA = {
     "rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     "pad_token_id": 0,
 }  # fmt: skip
+JAMBA = {
+    "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 6, "num_experts_per_tok": 3, "rms_norm_eps": 1e-3,
+    "mamba_d_conv": 3, "mamba_dt_rank": 32, "pad_token_id": 0, "mamba_conv_bias": False,
+}  # fmt: skip
 NEMOTRON = {
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"], "head_dim": 16,
     "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 32, "n_groups": 2, "conv_kernel": 4,
@@ -137,6 +141,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bamba": ("Bamba", BAMBA),
+    "jamba": ("Jamba", JAMBA),
     "nemotron-h": ("NemotronH", NEMOTRON),
     "nemotron-h-moe": ("NemotronH", {**NEMOTRON, **NEMOTRON_EXPERTS}),
     "nemotron-h-latent": (

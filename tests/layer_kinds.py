@@ -30,6 +30,7 @@ from draftwing.layers.kda import KdaConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.mamba import Mamba2Config
+from draftwing.layers.mamba1 import Mamba1Config
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.models.config import ModelConfig
@@ -232,6 +233,7 @@ FLOORS = (
     LatentAttentionConfig(4, 16, 16, 16, 32, gated=True),
     KdaConfig(4, 16, 3, direct=True, floor=-1.0),
 )
+MAMBA1 = (Mamba1Config(64, 16, 32, 4), ATTENTION, Mamba1Config(96, 16, 32, 3, conv_bias=False))
 HYBRIDS: dict[str, tuple[MixerConfig, ...]] = {"delta": DELTA, "mamba": MAMBA, "kimi": KIMI, "floors": FLOORS}
 # All that run beside others, and from graphs.
 RECURRENT = {**HYBRIDS, "convolutions": (ShortConvConfig(64, 3), ATTENTION, ShortConvConfig(32, 4))}

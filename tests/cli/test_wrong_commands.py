@@ -20,14 +20,14 @@ from draftwing.cli.main import main
 TARGET = llama_target(0, vocab_size=VOCAB, num_hidden_layers=6, max_position_embeddings=128)
 UNREADABLE = b"these are no weights"
 DEEPSEEK: dict[str, Any] = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}
-JAMBA: dict[str, Any] = {"architectures": ["JambaForCausalLM"], "model_type": "jamba"}
+MAMBA: dict[str, Any] = {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """What words in braces of the commands stand for: folders, files and addresses."""
     root = tmp_path_factory.mktemp("models")
-    for name, config in {"deepseek": DEEPSEEK, "jamba": JAMBA, "weightless": {}}.items():
+    for name, config in {"deepseek": DEEPSEEK, "mamba": MAMBA, "weightless": {}}.items():
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps(config))
     (root / "empty").mkdir()
@@ -76,7 +76,7 @@ WRONG = [
     ("bench --model {empty}", "no config.json.*" + MODELS),
     ("bench --model {no_gguf}", "not a GGUF file"),
     ("bench {deepseek}", "DeepseekV4ForCausalLM has sparse attention over compressed keys"),
-    ("bench {jamba}", "state-space"),
+    ("bench {mamba}", "state-space"),
     ("bench {target} --context-length 100000", "--context-length 100000 .* 128 positions"),
     ("bench {target} --quantization int4", "--quantization must be one of auto, .*'int4'"),
     (f"{HEAD} {{weightless}}", "no weights in .*expected one of model.safetensors"),

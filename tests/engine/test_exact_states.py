@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from exactness import CHAIN, DEEP, OWN_CUDA, TOKENS, TREE, answer, case_of
-from layer_kinds import HYBRIDS, config_of
+from layer_kinds import HYBRIDS, MAMBA1, config_of
 
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.engine.devices import pick_device
@@ -29,9 +29,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="session", params=list(HYBRIDS))
+@pytest.fixture(scope="session", params=[*HYBRIDS, pytest.param("mamba1", marks=pytest.mark.exhaustive)])
 def case(request, harness, one_thread):
-    return case_of(harness, partial(harness.model_of, config_of(HYBRIDS[request.param], harness.CONTEXT)))
+    mixers = {**HYBRIDS, "mamba1": MAMBA1}[request.param]
+    return case_of(harness, partial(harness.model_of, config_of(mixers, harness.CONTEXT)))
 
 
 @pytest.mark.slow

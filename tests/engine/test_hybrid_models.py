@@ -78,7 +78,7 @@ Made = Callable[[str], tuple[Path, list[str]]]
 
 @pytest.mark.further(kind=["qwen3.5-even", "qwen3.5-moe", "qwen3-next", "falcon-h1"])
 @pytest.mark.further(kind=["qwen3.5", "lfm2", "nemotron-h-moe"], dtype="bfloat16")
-@pytest.mark.further(kind=["granite4", "falcon-h1", "kimi-linear", "qwen4", "ling3", "lfm3"], dtype="float32")
+@pytest.mark.further(kind=["granite4", "falcon-h1", "kimi-linear", "qwen4", "ling3", "lfm3", "jamba"], dtype="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "kind",
@@ -95,6 +95,7 @@ Made = Callable[[str], tuple[Path, list[str]]]
         "kimi-linear",
         "ling3",
         "lfm3",
+        "jamba",
     ],
 )
 def test_drafts_change_no_token(made: Made, kind: str, dtype: str) -> None:

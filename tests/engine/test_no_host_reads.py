@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from layer_kinds import HYBRIDS, INDEXED, KINDS, PICKING, config_of, streams_config
+from layer_kinds import HYBRIDS, INDEXED, KINDS, MAMBA1, PICKING, config_of, streams_config
 from reference import exact_heads
 from reference.draft_cases import load_head
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -168,10 +168,10 @@ def test_a_step_needs_no_data(on_cpu, drafter, shape, sampling, tmp_path):
                 assert tuple(packed.shape) == (len(flying.plan.rows), 2 + commit + 2 * flying.plan.shape.nodes)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *HYBRIDS, "indexed", "picking", "streams", "experts and windows"])
+@pytest.mark.parametrize("kind", [*KINDS, *HYBRIDS, "mamba1", "indexed", "picking", "streams", "experts and windows"])
 def test_layers_that_differ_without_data(on_cpu, kind):
     device = FakeDevice()
-    if mixers := (KINDS | HYBRIDS | {"indexed": INDEXED, "picking": PICKING}).get(kind):
+    if mixers := (KINDS | HYBRIDS | {"mamba1": MAMBA1, "indexed": INDEXED, "picking": PICKING}).get(kind):
         model = on_cpu.model_of(config_of(mixers, on_cpu.CONTEXT)).to("meta")
     elif kind == "streams":
         model = on_cpu.model_of(streams_config(on_cpu.CONTEXT)).to("meta")

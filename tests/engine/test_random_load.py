@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import random_load
 from engine_rig import BLOCKS, RANKS
-from layer_kinds import INDEXED, KINDS, PICKING, RECURRENT, config_of, streams_config
+from layer_kinds import INDEXED, KINDS, MAMBA1, PICKING, RECURRENT, config_of, streams_config
 
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.latent import LatentAttentionConfig
@@ -22,6 +22,7 @@ MIXERS = {
     "indexed": INDEXED,
     "picking": PICKING,
     "streams": (),
+    "mamba1": MAMBA1,
 }
 SPREAD = ("mixed", "shared", "latents", "indexed", "windows")  # which can be on several ranks
 
@@ -29,7 +30,7 @@ SPREAD = ("mixed", "shared", "latents", "indexed", "windows")  # which can be on
 @pytest.mark.slow
 @pytest.mark.further(seed=[*range(1, 12)])
 @pytest.mark.further(harness=["blocks", "ranks"])
-@pytest.mark.further(kind=["mixed", "shared", "recurrent", "convolutions", "indexed", "windows", "picking"])
+@pytest.mark.further(kind=["mixed", "shared", "recurrent", "convolutions", "indexed", "windows", "picking", "mamba1"])
 @pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS], indirect=True, scope="session")
 @pytest.mark.parametrize("kind", MIXERS)
 @pytest.mark.parametrize("seed", range(12))

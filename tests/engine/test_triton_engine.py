@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from layer_kinds import HYBRIDS, KINDS, config_of
+from layer_kinds import HYBRIDS, KINDS, MAMBA1, config_of
 from plain_attention import FunctionAttend
 from reference.exact_heads import exact_dspark
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,18 +82,19 @@ def test_the_text_is_the_same(harness, request, monkeypatch, tmp_path, drafter, 
         assert not isinstance(rig.drafter, BlockDrafter) or rig.accept_length > 2
 
 
-@pytest.mark.parametrize("name", ["delta", "recurrent"])
+@pytest.mark.parametrize("name", ["delta", "recurrent", pytest.param("mamba1", marks=pytest.mark.exhaustive)])
 def test_recurrent_layers(harness, interpreted, name):
     """Gated delta nets, whose plain steps write every second state, and short convolutions; plain steps are trees of
     one node through the same kernels."""
-    model = harness.model_of(config_of((HYBRIDS | KINDS)[name], harness.CONTEXT))
+    mixers = HYBRIDS | KINDS | {"mamba1": MAMBA1}
+    model = harness.model_of(config_of(mixers[name], harness.CONTEXT))
     prompts, params = [[1, 2, 3, 4, 1, 2, 3], [5, 6, 7]], [harness.greedy(5), harness.seeded(2, top_k=20, top_p=0.9)]
     expected = harness.plain_answers(model, prompts, params)
     book = harness.make_book(prompts, expected)
     rig = harness.Rig(
         model, drafter="oracle", book=book, miss=2, policy=harness.Cycle(PLAIN, PLAIN, TREE, PLAIN, PART), rows=2,
         lag=1, chunk=4, attn=partial(interpreted.ops.attention, exact=True), fake_device=interpreted,
-        states=StateSizes(8, 16, 4, lazy=True) if name == "delta" else None,
+        states=StateSizes(8, 16, 4, lazy=name == "delta") if name != "recurrent" else None,
     )  # fmt: skip
     assert rig.answer(prompts, params).tokens == expected.tokens
     assert rig.accept_length > 1

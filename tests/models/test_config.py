@@ -448,6 +448,11 @@ def test_no_shared_expert_is_one_as_wide_as_an_mlp(name: str, key: str) -> None:
     assert experts is not None and experts.shared == config["intermediate_size"]
 
 
+def test_one_expert_is_none() -> None:
+    config = published("jamba-1.5-mini")
+    assert from_hf({**config, "num_experts": 1}).experts is None and from_hf(config).experts is not None
+
+
 def test_what_a_config_leaves_out_is_as_its_family_has_it() -> None:
     bare = {k: v for k, v in GPT_OSS_20B.items() if k not in ("attention_bias", "rms_norm_eps")}
     assert from_hf(bare) == from_hf(GPT_OSS_20B)

@@ -191,7 +191,7 @@ def test_unsupported_metadata_is_refused_by_name(
     ("arch", "missing"),
     [
         ("deepseek4", "sparse attention over compressed keys, and hyper-connections"),
-        ("jamba", "state-space layers of Mamba-1"),
+        ("mamba", "state-space layers of Mamba-1"),
         ("gpt2", "learned positions"),
     ],
 )  # fmt: skip

@@ -54,6 +54,7 @@ PUBLISHED |= {
         "hy3-preview",
         "hyperclovax-seed-think-14b",
         "internlm3-8b-instruct",
+        "jamba-1.5-mini",
         "k-exaone-236b-a23b",
         "lfm3-1.7b",
         "llama-3.3-nemotron-super-49b",

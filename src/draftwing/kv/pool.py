@@ -101,18 +101,20 @@ class DeltaSpec(NamedTuple):
     corrects: whether what the state already has of a key is taken from the value that it gets; a state-space layer
     (Mamba-2) does not, see `ops.delta_net.spec`.  by_channel: whether a state decays by each channel of the key, not by
     value head alone, as in Kimi Delta Attention, whose gates are sigmoids.  floor: what log decays are above, by a
-    sigmoid, 0: they have none, and are made by softplus (`ops.delta_net.spec`).
+    sigmoid, 0: they have none, and are made by softplus (`ops.delta_net.spec`).  by_state: whether each element of a
+    state has a decay of its own, as in Mamba-1, of one step size for each value head, which stands for its decay.
     """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    conv_width: int  # taps of the convolution
+    conv_width: int  # taps of the convolution, 1: there is none
     tiled: bool = False
     corrects: bool = True
     by_channel: bool = False
     floor: float = 0.0
+    by_state: bool = False
 
     @property
     def channels(self) -> int:

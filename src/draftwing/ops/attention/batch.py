@@ -96,7 +96,7 @@ class DeltaWeights(NamedTuple):
     """Parameters of a gated delta net besides its projections, float32."""
 
     conv: Tensor  # [channels, conv_width], the newest token's tap last
-    decay: Tensor  # [value_heads]: -exp(A_log)
+    decay: Tensor  # [value_heads], or [value_heads, key_dim] with `DeltaSpec.by_state`: -exp(A_log)
     dt_bias: Tensor  # [decays]
     norm: Tensor  # [value_dim]; of a state-space layer [value_heads * value_dim], or nothing: then there is none
     eps: float

@@ -110,6 +110,8 @@ class TritonAttend(KernelAttend):
         states = self._backend.pool.states
         assert states is not None, "only a pool with states of rows has such layers"
         kept = states.layers[self._first_layer + layer]
+        if kept.spec.by_state:
+            return super().delta(layer, inputs, weights)
         width = kept.spec.conv_width
         is_first = width not in self._walks
         if is_first:

@@ -16,6 +16,10 @@ records are [value_heads, key_dim] where they are else [value_heads]; A is of a 
 for the gates of what the net gives, which are sigmoids. With a floor g = floor sigmoid(exp(A_log) (a + dt_bias)), in
 place of -exp(A_log) softplus(a + dt_bias).
 
+Mamba-1 (Gu and Dao 2023, arXiv 2312.00752) is Mamba-2 with an A for each element of a head's state
+(`DeltaSpec.by_state`), [value_heads, key_dim]; a head has one value. dt stands where log decays else do, as records
+of these would be large. No kernel has it.
+
 Every token's bits are those of this recurrence over its ancestors, one after the other (see `kv.pool`). Between
 what is kept in float32 it is computed in float64: torch's functions, and the order of its sums, depend in the last bits
 on where in a tensor a value stands.
@@ -47,6 +51,8 @@ class _State(NamedTuple):
 def gates(spec: DeltaSpec, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
     """Returns log decays, and beta or dt, [M, decays + value_heads] float32."""
     x = inputs.a.double() + weights.dt_bias
+    if spec.by_state:
+        return F.softplus(x).repeat(1, 2).float()
     decay, dt = weights.decay.repeat_interleave(spec.decays // spec.value_heads), F.softplus(x)
     log = spec.floor * (-decay * x).sigmoid() if spec.floor else decay * dt
     return torch.cat((log, inputs.b.double().sigmoid() if spec.corrects else dt), 1).float()
@@ -135,8 +141,10 @@ def _step(spec: DeltaSpec, state: _State, qkv: Tensor, gate: Tensor, weights: De
     """One token of each of B states: qkv [B, channels], gate [B, decays + value_heads] -> what it is then, and o
     [B, value_heads, value_dim]"""
     window = torch.cat((state.window, qkv[:, None]), 1)  # [B, conv_width, channels]
-    made = (window.double() * weights.conv.T).sum(1)
-    made = F.silu(made if weights.conv_bias is None else made + weights.conv_bias)
+    made = qkv.double()
+    if spec.conv_width > 1:
+        made = (window.double() * weights.conv.T).sum(1)
+        made = F.silu(made if weights.conv_bias is None else made + weights.conv_bias)
     wide = spec.key_heads * spec.key_dim
     q, k, v = made.split((wide, wide, spec.value_heads * spec.value_dim), 1)
     q, k = (part.unflatten(1, (spec.key_heads, spec.key_dim)) for part in (q, k))
@@ -146,7 +154,8 @@ def _step(spec: DeltaSpec, state: _State, qkv: Tensor, gate: Tensor, weights: De
     theirs = head % spec.key_heads if spec.tiled else head // (spec.value_heads // spec.key_heads)
     q, k = q[:, theirs], k[:, theirs]  # [B, value_heads, key_dim]
     v, (decay, beta) = v.unflatten(1, (spec.value_heads, spec.value_dim)), gate.double().tensor_split((spec.decays,), 1)
-    s = state.s * decay.unflatten(1, (spec.value_heads, -1))[..., None].exp()
+    log = decay.unflatten(1, (spec.value_heads, -1))
+    s = state.s * (log * weights.decay if spec.by_state else log)[..., None].exp()
     d = beta[:, :, None] * (v - (s * k[..., None]).sum(2) if spec.corrects else v)
     s = s + k[..., None] * d[:, :, None]
     o = (s * q[..., None]).sum(2)
