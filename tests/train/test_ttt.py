@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
-from draftwing.ops.attention.batch import AttentionKind
+from draftwing.ops.attention.batch import FULL, AttentionKind
 from draftwing.train import losses, ttt
 from draftwing.train.heads import TargetHead, trainable
 from draftwing.train.store import Sample, collate
@@ -67,8 +67,8 @@ class Served:
     def __init__(self, rows: tuple[tuple[int, Tensor, Tensor], ...] = ()) -> None:
         self.rows = rows
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert q.shape[0] == 1
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
+        assert q.shape[0] == 1 and (kind == FULL or kind.window > max(LENGTHS)), "which is as if there were no window"
         self.rows = (*self.rows, (layer, k[0], v[0]))
         keys, values = (torch.stack([row[i] for row in self.rows if row[0] == layer]) for i in (1, 2))
         group = q.shape[1] // k.shape[1]
