@@ -55,7 +55,7 @@ def model_of(config, seed=0, device="cpu", dtype=torch.float32, sharpen=6.0):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() > 1:
+            if weight.dim() > 1 and not name.endswith("decay"):
                 scale = sharpen if name.startswith("lm_head") else 1.0
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale / weight.shape[-1] ** 0.5)
             elif name.endswith("mixer.norm"):
