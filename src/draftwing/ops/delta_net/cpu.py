@@ -21,9 +21,9 @@ Who = tuple[Any, ...]  # rows, table, its stride, prefix_len, path, path_len, sp
 
 
 def can_run(spec: DeltaSpec, inputs: DeltaInputs) -> bool:
-    """Returns whether the kernel takes heads of these sizes, whose decays have no floor."""
+    """Returns whether the kernel takes heads of these sizes."""
     sizes = spec.key_dim % _VECTOR == 0 and spec.value_dim % _VECTOR == 0 and 2 <= spec.conv_width <= _MOST_TAPS
-    return sizes and not spec.floor and inputs.qkv.dtype in DTYPES
+    return sizes and inputs.qkv.dtype in DTYPES
 
 
 def saves_of(chunks: Sequence[ChunkSpan]) -> Tensor:
@@ -65,6 +65,7 @@ def delta_net(
     assert [part.shape[1] for part in parts] == [spec.channels, values, spec.value_heads, spec.decays]
     assert weights.conv.shape == (spec.channels, spec.conv_width)
     assert all(w.dtype == torch.float32 and w.is_contiguous() for w in weights[:4])
+    assert not spec.floor or spec.by_channel
     out = inputs.z.new_empty(rows, values)
     made = out if spec.corrects else inputs.z.new_empty(rows, values, dtype=torch.float32)
     count, half = who[8], kept.conv.dtype == torch.bfloat16
@@ -82,7 +83,7 @@ def delta_net(
     raw.delta_net(
         *sizes, *who, slots, saves, made, *parts, *(part.stride(0) for part in parts), *weights[:4], weights.conv_bias,
         weights.skip, *kept[1:], states.read, states.write, states.page, states.length, states.node_slots,
-        scratch(size * workers.most, rows), size, rows, weights.eps,
+        scratch(size * workers.most, rows), size, rows, spec.floor, weights.eps,
     )  # fmt: skip
     if not spec.corrects:
         norm = weights.norm if weights.norm.numel() else None

@@ -65,7 +65,7 @@ typedef struct {
     int64_t *node_slots;
     char *scratch;
     int64_t scratch_size, queries; /* scratch_size: of a thread */
-    double eps;
+    double floor, eps;             /* floor: of log decays by sigmoids, below 0; 0: they are made by softplus */
     int64_t channels, bytes, pieces, next, worker; /* bytes: of an input; pieces: of an item's units */
     int64_t decays, record;                        /* how many g a head has, and a record */
 } Net;
@@ -358,7 +358,8 @@ static void make_gates_by_channel(const Net *j, const Spare *s, int64_t head, in
             if (query < 0) log = loadf(record + first + c);
             else {
                 const vf a = load(j->a, query * j->a_stride + first + c, LANES, half);
-                log = softplus(a + loadf(j->dt_bias + first + c)) * splat(j->decay[head]);
+                const vf x = a + loadf(j->dt_bias + first + c), decay = splat(j->decay[head]);
+                log = j->floor < 0 ? splat((float)j->floor) * sigmoid(-(x * decay)) : softplus(x) * decay;
                 if (record) storef(record + first + c, log);
             }
             const vf decay = exponential(log);
@@ -712,7 +713,7 @@ static void delta_advance(int64_t *n) {
 
 Function delta_functions[] = {
     {"delta_scratch", .count = delta_scratch, .given = UP_TO(Net, slots), .size = sizeof(Net)},
-    {"delta_net", delta_net, UP_TO(Net, eps), sizeof(Net), .doubles = 1},
+    {"delta_net", delta_net, UP_TO(Net, floor), sizeof(Net), .doubles = 2},
     {"ssm_norm", ssm_norm, UP_TO(Norm, eps), sizeof(Norm), .doubles = 1},
     {"delta_advance", delta_advance, 10},
     {0},
