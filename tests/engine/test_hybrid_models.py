@@ -110,13 +110,18 @@ EVEN: dict[str, dict[str, int]] = {  # sizes of whole blocks
     "granite4": {"shared_intermediate_size": 96, "intermediate_size": 64},
     "nemotron-h-moe": {"moe_shared_expert_intermediate_size": 64},
     "nemotron-h-latent": {"moe_shared_expert_intermediate_size": 64, "moe_latent_size": 64},
+    "ling3": {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 64},
 }
 
 
-@pytest.mark.further(kind=["qwen3.5", "lfm2", "granite4", "nemotron-h-moe"])
+@pytest.mark.further(kind=["qwen3.5", "lfm2", "granite4", "nemotron-h-moe", "kimi-linear"])
 @pytest.mark.parametrize(
-    "kind", ["qwen3.5", "lfm2", "granite4", "nemotron-h-moe", "nemotron-h-latent", "falcon-h1", "kimi-linear", "lfm3"]
-)
+    "kind",
+    [
+        "qwen3.5", "lfm2", "granite4", "nemotron-h-moe", "nemotron-h-latent", "falcon-h1", "kimi-linear", "ling3",
+        "lfm3",
+    ],
+)  # fmt: skip
 def test_steps_of_weights_in_blocks_are_recorded(tmp_path: Path, kind: str) -> None:
     folder, drafters = written(tmp_path, kind, **EVEN.get(kind, {}))
     with LLM(str(folder), **ENGINE, speculative_algorithm=drafters[:2][-1], quantization="q8_0") as llm:

@@ -130,6 +130,7 @@ def test_gates_and_memories_of_heads(size: int, dtype: torch.dtype, ops: TorchOp
     x = read[:, size:]
     near(ops.gate(kept[:, size:], x), kept[:, size:].double().sigmoid() * x.double())
     near(ops.gate(x, x), torch.nn.functional.silu(x.double()))
+    near(ops.gate(kept[:, 1:2], x), kept[:, 1:2].double().sigmoid() * x.double())
 
 
 @pytest.mark.parametrize(("size", "groups", "taps", "rows"), [(576, 36, 2, 5), (60, 5, 3, 2), (64, 2, 1, 4)])

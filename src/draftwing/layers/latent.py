@@ -297,7 +297,8 @@ class LatentAttention(Mixer):
         self.value_up.adapt(values, out)
         values = values.view(rows, -1)
         if self.gate is not None:
-            values = self.ops.gate(self.gate(x).repeat_interleave(config.values, 1), values)
+            of_heads = values.view(-1, config.values)
+            values = self.ops.gate(self.gate(x).reshape(-1, 1), of_heads).view(rows, -1)
         return self.o(values, residual)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

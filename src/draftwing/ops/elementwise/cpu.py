@@ -73,9 +73,10 @@ class CpuElementwiseOps(ElementwiseOps):
             return super().gate(gate, x)
         x = x.contiguous()
         gate = gate if gate.is_contiguous() else self._rows.concat_columns(gate)  # which is no operation of torch's
-        assert gate.shape == x.shape and gate.dtype == x.dtype
+        assert gate.shape in (x.shape, (len(x), 1)) and gate.dtype == x.dtype
         out = torch.empty_like(x)
-        self.raw.gate(out, gate, x, x.numel(), x.dtype == torch.bfloat16)
+        rows, size = (len(x), x.shape[1]) if gate.shape != x.shape else (1, x.numel())
+        self.raw.gate(out, gate, x, rows, size, gate.shape != x.shape, x.dtype == torch.bfloat16)
         return out
 
     def block_conv(

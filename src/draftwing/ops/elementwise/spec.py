@@ -51,7 +51,7 @@ class ElementwiseOps:
         return total * scale if isinstance(scale, Tensor) or scale != 1 else total
 
     def gate(self, gate: Tensor, x: Tensor) -> Tensor:
-        """gate, x [M, n] -> sigmoid(gate) * x; of x by itself its SiLU"""
+        """gate [M, n] or [M, 1], x [M, n] -> sigmoid(gate) * x; of x by itself its SiLU"""
         return torch.sigmoid(gate) * x
 
     def gate_fp8(self, gate: Tensor, x: Tensor) -> Fp8Rows:

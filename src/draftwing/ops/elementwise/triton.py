@@ -46,14 +46,14 @@ def _silu_mul_kernel(
 
 @triton.jit(do_not_specialize=["padded"])
 def _gate_kernel(
-    out, codes, scales, padded, gate, x, gate_stride, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    out, codes, scales, padded, gate, x, gate_stride, x_stride, SIZE: tl.constexpr, ONE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = col < SIZE
     start(PDL)
-    by = tl.load(gate + row * gate_stride + col, mask=mask, other=0.0)
+    by = tl.load(gate + row * gate_stride + (col * 0 if ONE else col), mask=mask, other=0.0)
     value = tl.load(x + row * x_stride + col, mask=mask, other=0.0)
     by = (1.0 / (1.0 + tl.exp(-by.to(tl.float32)))).to(by.dtype).to(tl.float32)
     result = (by * value.to(tl.float32)).to(x.dtype.element_ty)
@@ -140,7 +140,8 @@ def silu_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
 
 
 def gate(gate: Tensor, x: Tensor) -> Tensor:
-    """gate, x [M, n], rows may be apart -> sigmoid(gate) * x; the sigmoid is rounded before, as in torch"""
+    """gate [M, n] or [M, 1], x [M, n], rows may be apart -> sigmoid(gate) * x; the sigmoid is rounded before, as in
+    torch"""
     return _gate(torch.empty(x.shape, dtype=x.dtype, device=x.device), gate, x)
 
 
@@ -151,12 +152,13 @@ def gate_fp8(gate: Tensor, x: Tensor) -> Fp8Rows:
 
 def _gate(out: Out, gate: Tensor, x: Tensor) -> Out:
     rows, size = x.shape
-    assert gate.shape == x.shape and gate.stride(1) == x.stride(1) == 1
+    one = gate.shape != x.shape
+    assert gate.shape == (rows, 1 if one else size) and x.stride(1) == 1 and (one or gate.stride(1) == 1)
     if rows == 0:
         return out
     block = min(triton.next_power_of_2(size), _SHORT)
     _gate_kernel[(rows, triton.cdiv(size, block))](
-        *parts_of(out), gate, x, gate.stride(0), x.stride(0), SIZE=size, BLOCK=block, num_warps=4,
+        *parts_of(out), gate, x, gate.stride(0), x.stride(0), SIZE=size, ONE=one, BLOCK=block, num_warps=4,
         **launch_options(x.device),
     )  # fmt: skip
     return out

@@ -14,13 +14,17 @@ static void beside(int64_t *n) {
             if (part[2]) memcpy(out, (const char *)POINTER(part[0]) + i * part[1], (size_t)part[2]);
 }
 
-/* out, gate, x, elements, half */
+/* out, gate, x, rows, their size, whether a row has one gate, half */
 static void gate(int64_t *n) {
-    const int half = (int)n[4];
-    for (int64_t c = 0; c < n[3]; c += LANES) {
-        const int64_t left = n[3] - c;
-        const vf gate = load(POINTER(n[1]), c, left, half), x = load(POINTER(n[2]), c, left, half);
-        store(POINTER(n[0]), c, left, half, sigmoid(gate) * x);
+    const int64_t size = n[4], one = n[5];
+    const int half = (int)n[6];
+    for (int64_t i = 0; i < n[3]; i++) {
+        const vf same = sigmoid(splat(one ? load(POINTER(n[1]), i, 1, half)[0] : 0));
+        for (int64_t c = 0; c < size; c += LANES) {
+            const int64_t at = i * size + c, left = size - c;
+            const vf gate = one ? same : sigmoid(load(POINTER(n[1]), at, left, half));
+            store(POINTER(n[0]), at, left, half, gate * load(POINTER(n[2]), at, left, half));
+        }
     }
 }
 
@@ -113,7 +117,7 @@ static void spread_logits(int64_t *n) {
 
 Function head_functions[] = {
     {"beside", beside, 11},
-    {"gate", gate, 5},
+    {"gate", gate, 7},
     {"recur", recur, 7},
     {"gru", gru, 7},
     {"windowed", windowed, 9},
