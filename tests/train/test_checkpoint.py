@@ -253,6 +253,11 @@ def test_a_head_of_other_layers_and_width(tmp_path):
         head = new_head("eagle3", target, None, (1, 6), 20, 0, longest)
         short = load_draft_head(save_head(head, tmp_path / f"{longest}"), target, "EAGLE3", torch.float32, "cpu")
         assert short.config.layers[0].mixer.window == window
+    for longest, window in ((180, 180), (50, 100)):  # it was trained on 100, and is trained on
+        head = load_head(tmp_path / "100", target, "EAGLE3", longest)
+        assert not head.config.layers[0].mixer.window, "it learns from texts that are longer than those that it knows"
+        again = load_draft_head(save_head(head, tmp_path / f"{longest}"), target, "EAGLE3", torch.float32, "cpu")
+        assert again.config.layers[0].mixer.window == window
     with pytest.raises(ConfigError, match="taken for others"):
         new_eagle3_head(target, None, aux_layers=(3, 4, 5))
     for ids in (torch.tensor([3, 3]), torch.tensor([5, 2]), torch.tensor([1, V])):

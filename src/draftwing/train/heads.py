@@ -58,8 +58,7 @@ def new_eagle3_head(
     target_ids [Vd] int64, ascending: the target's tokens that it can draft, None for all.
     aux_layers: residual streams of the target as `DecoderModel.forward` numbers them; none given: `eagle3_aux_layers`.
     ffn_size: width of its MLP, 0 for the target's.
-    longest: tokens of a text that it learns from. Its attention sees no further, for it would not know what to make of
-    it; 0: it sees all.
+    longest: tokens of a text that it learns from, which are the positions that it knows; 0: those of the target.
 
     Its lm_head and final norm start as the target's, and its layer as the target's last one, fed with the last of the
     auxiliary hidden states.
@@ -67,7 +66,7 @@ def new_eagle3_head(
     Raises ConfigError for auxiliary hidden states that its config could not name, and for ids that are no ascending ids
     of the target.
     """
-    config = _layer_config(target.config, ffn_size, window=longest if longest < target.config.max_positions else 0)
+    config = _knowing(_layer_config(target.config, ffn_size), longest or target.config.max_positions, target.config)
     aux_layers = tuple(aux_layers) or eagle3_aux_layers(target.config.num_layers)
     aux_layer_ids(aux_layers, target.config.num_layers)
     rows = _checked_count(target_ids, config.vocab_size) or config.vocab_size
@@ -186,13 +185,21 @@ def new_head(
     return new_mtp_head(target, seed)
 
 
-def load_head(path: str | Path, target: DecoderModel, algorithm: str) -> AnyHead:
+def _knowing(config: ModelConfig, positions: int, target: ModelConfig) -> ModelConfig:
+    return replace(config, max_positions=min(positions, target.max_positions))
+
+
+def load_head(path: str | Path, target: DecoderModel, algorithm: str, longest: int = 0) -> AnyHead:
     """Loads a published head to be trained further, on the device of the target's embedding.
 
     path: its folder, or the model's folder or `.gguf` file that has prediction layers.  algorithm: of `draftwing
-    train`.  Raises CheckpointError, and ConfigError for prediction layers that cannot be trained.
+    train`.  longest: tokens of a text that it will learn from: positions that it knows then, if it did not before.
+    Raises CheckpointError, and ConfigError for prediction layers that cannot be trained.
     """
-    return trainable(load_draft_head(path, target, algorithm, TRAINED, target.embed.weight.device))
+    head = load_draft_head(path, target, algorithm, TRAINED, target.embed.weight.device, trains=True)
+    if isinstance(head, (EagleHead, Eagle3Head)):
+        head.config = _knowing(head.config, max(head.config.max_positions, longest), target.config)
+    return trainable(head)
 
 
 def aux_layers_of(path: str | Path, config: ModelConfig, algorithm: str) -> tuple[int, ...]:
@@ -231,13 +238,13 @@ def renew_vocabulary(head: FeatureHead, ids: Sequence[int]) -> None:
     head.draft_only(new)
 
 
-def load_mean(paths: Sequence[Path], target: DecoderModel, algorithm: str) -> AnyHead:
+def load_mean(paths: Sequence[Path], target: DecoderModel, algorithm: str, longest: int = 0) -> AnyHead:
     """Returns the mean of heads that were trained on from the same one, which often accepts a little more than each of
-    them (Wortsman et al. 2022, arXiv 2203.05482). Of one head it is that head.
+    them (Wortsman et al. 2022, arXiv 2203.05482). Of one head it is that head. longest: as of `load_head`.
 
     Raises as `load_head` does, and ConfigError for heads of which one does not compute as the first does.
     """
-    mean = load_head(paths[0], target, algorithm)
+    mean = load_head(paths[0], target, algorithm, longest)
     sums = {name: parameter.detach().double() for name, parameter in mean.named_parameters()}
     for path in paths[1:]:
         other = load_head(path, target, algorithm)

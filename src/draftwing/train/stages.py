@@ -362,7 +362,7 @@ class Stages:
     def _head(self, target: DecoderModel, tokens: Sequence[Tokens]) -> heads.AnyHead:
         settings = self.settings
         if settings.init_head:
-            head = heads.load_mean(self.init_heads, target, settings.algorithm)
+            head = heads.load_mean(self.init_heads, target, settings.algorithm, settings.max_length)
             if head.target_ids is not None:
                 self._note(covered(tokens, head.target_ids.tolist(), self.config.vocab_size))
             return head

@@ -195,7 +195,7 @@ class TrafficStages(Stages):
         return {one.key for one in self.traffic.later} | {prompt.key for prompt in general_prompts()}
 
     def _head(self, target: Any, tokens: Sequence[Tokens]) -> heads.AnyHead:
-        head = heads.load_mean(self.init_heads, target, self.settings.algorithm)
+        head = heads.load_mean(self.init_heads, target, self.settings.algorithm, self.settings.max_length)
         if heads.renewable(head):
             assert head.target_ids is not None
             judged = self._judged()

@@ -115,6 +115,7 @@ def load_draft_head(
     dummy: bool = False,
     weight_format: WeightFormat = DENSE,
     as_stored: bool = True,
+    trains: bool = False,
 ) -> EagleHead | Eagle3Head | BlockHead | MTPHead:
     """Returns the head in the folder or `.gguf` file `path` for `target`; `algorithm` is that of a drafter that loads
     heads.
@@ -124,7 +125,8 @@ def load_draft_head(
     token_ids [n] int64: the target's tokens that may be drafted, all different; EAGLE-3 heads have their own.
     context_length: positions that will be used, where these are fewer than the target's.
     dummy: random weights from the config alone.
-    weight_format: of the head's matrices.  as_stored: as of `load_mtp_head`.
+    weight_format: of the head's matrices.  as_stored: as of `load_mtp_head`.  trains: it is trained further, on texts
+    that may be longer than those that it knows.
 
     Raises CheckpointError for a head of another kind, target, vocabulary or size, and for missing tensors.
     """
@@ -153,7 +155,7 @@ def load_draft_head(
         raw = read_config(path)
         config = replace(draft_config(raw, weights), weight_format=weight_format, vocab_format=weight_format)
         check_target(config, raw, target, kind == "eagle3")
-        if kind in ("eagle", "eagle3"):
+        if kind in ("eagle", "eagle3") and not trains:
             config = within_known(config, raw, target.config)
         if kind in ("dflash", "dflash2", "dspark"):
             head = BlockHead(config, block_config(config, raw, weights, target), target, dtype, "meta")
