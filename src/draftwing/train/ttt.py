@@ -55,8 +55,8 @@ class ChainAttention(Attend):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         """q [M, heads, head_dim], k, v [M, kv_heads, head_dim] of the layer's next step -> [M, heads * head_dim]"""
-        # A head's window is as long as the texts that it learns from: in them it sees everything.
         assert kind._replace(window=0).is_full and not kind.reads, "draft heads see everything, by keys of their own"
+        assert not kind.window or kind.window >= self._shape[1], f"a window of {kind.window} cuts texts of {self._shape[1]}"
         seen = self._seen.setdefault(layer, [])
         rows = self._rows if seen else None
         if rows is not None:  # the others' zeros are seen by nobody else
