@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from plain_attention import FunctionAttend
-from reference.checkpoints import eagle2_head, eagle3_head, llama_target, mimo, qwen2_target
+from reference.checkpoints import Checkpoint, eagle2_head, eagle3_head, llama_target, mimo, qwen2_target
 from torch import Tensor
 
 from draftwing.models.heads.loader import load_draft_head
@@ -21,6 +21,11 @@ from draftwing.train.store import Sample, collate
 from draftwing.train.ttt import STATS, Batch, Loss, Objective
 
 LENGTHS = (9, 13, 4)
+
+
+def with_window(head: Checkpoint, tokens: int) -> Checkpoint:
+    keys = {"layer_types": ["sliding_attention"], "sliding_window": tokens}
+    return Checkpoint(head.tensors, head.config | keys)
 
 
 def make_head(kind: str, folder: Any) -> Any:
@@ -36,6 +41,7 @@ def make_head(kind: str, folder: Any) -> Any:
             "EAGLE3": lambda: eagle3_head(plain),
             "EAGLE3 variant": lambda: eagle3_head(plain, fc_norm=True, norm_output=True, norm_before_residual=True),
             "EAGLE3 two layers": lambda: eagle3_head(plain, rows=64, layers=2),
+            "EAGLE3 with a window": lambda: with_window(eagle3_head(plain), 5),
         }[kind]()
         target = load_model(plain.write(folder / "target"), torch.float64, "cpu")
         algorithm = "EAGLE" if kind == "EAGLE" else "EAGLE3"
@@ -68,9 +74,10 @@ class Served:
         self.rows = rows
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
-        assert q.shape[0] == 1 and (kind == FULL or kind.window > max(LENGTHS)), "which is as if there were no window"
+        assert q.shape[0] == 1 and kind._replace(window=0) == FULL
         self.rows = (*self.rows, (layer, k[0], v[0]))
         keys, values = (torch.stack([row[i] for row in self.rows if row[0] == layer]) for i in (1, 2))
+        keys, values = keys[-kind.window :], values[-kind.window :]  # 0: all
         group = q.shape[1] // k.shape[1]
         out = []
         for head in range(q.shape[1]):
@@ -123,6 +130,7 @@ CASES = {
     "EAGLE3": Loss(steps=7),
     "EAGLE3 variant": Loss(steps=4, decay=0.5, temperature=0.5, text=0.3),
     "EAGLE3 two layers": Loss(steps=3),
+    "EAGLE3 with a window": Loss(steps=4),
     "EAGLE": Loss(steps=1, tokens=0.1, features=1.0),
     "EAGLE in several steps": Loss(steps=3, tokens=0.1, features=1.0),
     "MTP": Loss(steps=4, text=0.3),
@@ -232,10 +240,10 @@ class SharedKeys:
         monkeypatch.setattr(ttt, "_causal", self.forward)
         monkeypatch.setattr(ttt, "_causal_backward", self.backward)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         self.keys.append(k.shape)
         group = q.shape[1] // k.shape[1]
-        return self._forward(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+        return self._forward(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), *rest)
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         group = q.shape[1] // k.shape[1]

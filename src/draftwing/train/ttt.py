@@ -56,8 +56,10 @@ class ChainAttention(Attend):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind = FULL) -> Tensor:
         """q [M, heads, head_dim], k, v [M, kv_heads, head_dim] of the layer's next step -> [M, heads * head_dim]"""
         assert kind._replace(window=0).is_full and not kind.reads, "draft heads see everything, by keys of their own"
-        assert not kind.window or kind.window >= self._shape[1], f"a window of {kind.window} cuts texts of {self._shape[1]}"
         seen = self._seen.setdefault(layer, [])
+        near = kind.window - len(seen) if kind.window else self._shape[1]  # of the keys of step 0
+        assert near > 0, f"a window of {kind.window} is shorter than the chain"
+        near = 0 if near >= self._shape[1] else near
         rows = self._rows if seen else None
         if rows is not None:  # the others' zeros are seen by nobody else
             q, k, v = (x.new_zeros(math.prod(self._shape), *x.shape[1:]).index_copy(0, rows, x) for x in (q, k, v))
@@ -66,10 +68,10 @@ class ChainAttention(Attend):
             x.to(v.dtype).unflatten(0, self._shape).transpose(1, 2) for x in (q, k, v)
         )  # [B, heads, T, head_dim]
         group = q.shape[1] // k.shape[1]
-        if group > 1 and _own_kernels(v) is None:  # the GPU's kernels read a shared key from where it is
+        if group > 1 and (kind.window or _own_kernels(v) is None):  # the GPU's kernels read a shared key where it is
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         seen.append((k, v))
-        out = attend_chains(q, seen).transpose(1, 2).flatten(2).flatten(0, 1)
+        out = attend_chains(q, seen, near).transpose(1, 2).flatten(2).flatten(0, 1)
         return out if rows is None else out.index_select(0, rows)
 
     def fused(
@@ -85,12 +87,13 @@ class ChainAttention(Attend):
         return self(layer, q, k, v, kind)
 
 
-def attend_chains(q: Tensor, seen: list[KeyValue]) -> Tensor:
+def attend_chains(q: Tensor, seen: list[KeyValue], near: int = 0) -> Tensor:
     """q [B, heads, T, head_dim] of the newest step, keys and values of all steps -> [B, heads, T, head_dim]
 
-    Of keys and values there may be fewer heads where `_own_kernels` has some."""
+    near: keys of step 0 that a query sees, the newest; 0: all up to its own. Of keys and values there may be fewer
+    heads where `_own_kernels` has some and `near` is 0."""
     flat = [tensor for pair in seen for tensor in pair]
-    out: Tensor = _ChainAttention.apply(q, *flat)
+    out: Tensor = _ChainAttention.apply(q, near, *flat)
     return out
 
 
@@ -104,13 +107,14 @@ class _ChainAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, *seen: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, near: int, *seen: Tensor) -> Tensor:
         k0, v0, *own = seen
-        out, lse, ctx.rest = _causal(q, k0, v0)
+        ctx.near = near
+        out, lse, ctx.rest = _causal(q, k0, v0, near)
         if not own:
             ctx.save_for_backward(q, k0, v0, out, lse)
             return out
-        kernels = _own_kernels(q)
+        kernels = None if near else _own_kernels(q)
         if kernels is not None:
             mixed, joint = kernels.join_own(out, lse, q, torch.stack(own[::2]), torch.stack(own[1::2]))
         else:
@@ -119,12 +123,12 @@ class _ChainAttention(torch.autograd.Function):
         return mixed
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k0, v0, out, lse, *own = ctx.saved_tensors
-        kernels, grad = _own_kernels(q), grads[0]
+        kernels, grad = None if ctx.near else _own_kernels(q), grads[0]
         if kernels is None or grad.stride(-1) != 1:
             grad = grad.contiguous()
-        grad_q, grad_k0, grad_v0 = _causal_backward(grad, q, k0, v0, out, lse, ctx.rest)
+        grad_q, grad_k0, grad_v0 = _causal_backward(grad, q, k0, v0, out, lse, ctx.rest, ctx.near)
         others: list[Tensor] = []
         if own and kernels is not None:
             keys, values = torch.stack(own[::2]), torch.stack(own[1::2])
@@ -132,7 +136,7 @@ class _ChainAttention(torch.autograd.Function):
             others = [x for pair in zip(*to_own, strict=True) for x in pair]
         elif own:
             grad_q, others = _own_gradients(grad_q, grad, out, lse, q, own[::2], own[1::2])
-        return grad_q, grad_k0, grad_v0, *others
+        return grad_q, None, grad_k0, grad_v0, *others
 
 
 # ---- the own rows ----------------------------------------------------------------------------------------------------
@@ -185,33 +189,33 @@ def _own_scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _kernel(q: Tensor) -> Literal["cpu", "flash", "dense"]:
-    """dense: what the flash kernels do not take, float32 on a GPU among it; its memory grows with T squared."""
+    """dense: what the flash kernels do not take, float32 on a GPU and windows among it; memory grows with T squared."""
     if q.device.type == "cpu":
         return "cpu"
     half, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
     return "flash" if q.is_cuda and half and size % 8 == 0 and size <= 256 else "dense"
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Sequence[Any]]:
+def _causal(q: Tensor, k: Tensor, v: Tensor, near: int = 0) -> tuple[Tensor, Tensor, Sequence[Any]]:
     """Returns the output [B, heads, T, head_dim], the log-sum-exp of the scores [B, heads, T], and what else the
     kernel's backward pass takes: lengths, dropout and its random state."""
     rest: Sequence[Any] = ()
-    ops, kernel = torch.ops.aten, _kernel(q)
+    ops, kernel = torch.ops.aten, "dense" if near else _kernel(q)
     if kernel == "cpu":
         out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
     elif kernel == "flash":
         out, lse, *rest = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
     else:
-        scores = _dense_scores(q, k)
+        scores = _dense_scores(q, k, near)
         lse = scores.logsumexp(-1)
         out = ((scores - lse.unsqueeze(-1)).exp().to(v.dtype)) @ v
     return out, lse, rest
 
 
 def _causal_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Sequence[Any]
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Sequence[Any], near: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ops, kernel = torch.ops.aten, _kernel(q)
+    ops, kernel = torch.ops.aten, "dense" if near else _kernel(q)
     if kernel == "cpu":
         grads = ops._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True)
     elif kernel == "flash":
@@ -220,7 +224,7 @@ def _causal_backward(
             grad, q, k, v, out, lse, ends_q, ends_k, max_q, max_k, 0.0, True, seed, offset
         )
     else:
-        probs = (_dense_scores(q, k) - lse.unsqueeze(-1)).exp()  # [B, heads, T, T]
+        probs = (_dense_scores(q, k, near) - lse.unsqueeze(-1)).exp()  # [B, heads, T, T]
         exact = probs.dtype
         inner = (grad.to(exact) * out.to(exact)).sum(-1, keepdim=True)
         slopes = (probs * ((grad @ v.transpose(-1, -2)).to(exact) - inner) * FULL.scale(q.shape[-1])).to(q.dtype)
@@ -229,11 +233,13 @@ def _causal_backward(
     return grad_q, grad_k, grad_v
 
 
-def _dense_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Returns scores [B, heads, T, T], float32 or wider; minus infinity where a key comes after the query."""
+def _dense_scores(q: Tensor, k: Tensor, near: int) -> Tensor:
+    """Returns scores [B, heads, T, T], float32 or wider; minus infinity where a key comes after the query, or is not
+    among the `near` newest up to it (0: all are)."""
     scores = (q @ k.transpose(-1, -2)).to(wide(q)) * FULL.scale(q.shape[-1])
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(future, float("-inf"))
+    far = torch.ones_like(future).tril(-near) if near else torch.zeros_like(future)
+    return scores.masked_fill(future | far, float("-inf"))
 
 
 ChainHead = EagleHead | Eagle3Head | MTPHead
