@@ -84,6 +84,15 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.set_threshold(5000)  # after 700 allocations it takes 2% of the time; engines of a server never look
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen_module() -> Generator[None]:
+    """What a file leaves stays for good: a collection in a later file, which training asks for after each measurement,
+    looked through all of it for seconds."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
     """At its end pytest looks for garbage five times, in all that was imported; nothing is to be found then."""

@@ -40,8 +40,8 @@ def expected(y: Tensor, x: Tensor, weights: AdapterWeights, slots: Tensor) -> Te
     return out
 
 
-@pytest.mark.further(dtype=torch.float16)
-@pytest.mark.further(inputs=576, dtype=torch.bfloat16)
+@pytest.mark.further(inputs=100, dtype=torch.bfloat16)
+@pytest.mark.further(inputs=576, dtype=[torch.float16, torch.float32])
 @pytest.mark.parametrize(
     ("inputs", "sizes"),
     [(100, (33, 20, 20)), (576, (576, 192, 192)), pytest.param(40, (7,), marks=pytest.mark.exhaustive)],

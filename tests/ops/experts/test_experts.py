@@ -294,7 +294,8 @@ KINDS = ["dense", "mxfp4", "mxfp4 of 96 columns", "int4 of 32", "int4 of 64 with
 
 
 @pytest.mark.further(kind=["dense", "mxfp4", "int4 of 32", "int4 of 128", "int8"])
-@pytest.mark.further(dtype=torch.float16)
+@pytest.mark.further(dtype=torch.float16, kind=["mxfp4 of 96 columns", "fp8"])
+@pytest.mark.further(dtype=torch.bfloat16, kind="int4 of 64 with zeros")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> None:
