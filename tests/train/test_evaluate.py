@@ -68,7 +68,6 @@ def per_round(record: dict[str, Any], names: Sequence[str]) -> dict[str, float]:
     return {name: record[name] / (record["rounds"] if name.endswith("_tokens") else 1) for name in names}
 
 
-@pytest.mark.exhaustive
 def test_the_same_numbers_as_bench(
     options: dict[str, Any], records: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,7 +84,6 @@ def test_the_same_numbers_as_bench(
     assert per_round(found, names) == pytest.approx({name: ours[name] for name in names}, abs=1e-4)
 
 
-@pytest.mark.exhaustive
 def test_resumed_it_measures_what_is_missing(
     options: dict[str, Any], records: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
