@@ -125,11 +125,12 @@ def _chain(steps: int, nodes: int) -> TreeShape:
 # ---- the tree in a config --------------------------------------------------------------------------------------------
 
 
-def carried_shape(folder: Path, device: str, default: TreeShape = BLOCK) -> TreeShape | None:
+def carried_shape(folder: Path, device: str, default: TreeShape = BLOCK, in_parallel: bool = False) -> TreeShape | None:
     """Returns the tree that a head's config.json asks for on "cpu" or "cuda": `"draftwing": {"shapes": {"cpu": [3, 1,
     4]}}`, in steps, topk and draft tokens; else the default one of drafters of blocks, cut, where its block has fewer
-    tokens, and a chain without a correction by the tokens above; of heads for parallel drafting a tree as deep. None
-    where it says nothing, as most do.
+    tokens, and a chain without a correction by the tokens above. None where it says nothing, as most do.
+    in_parallel: whether its weights draft all tokens in one pass (`drafts_in_parallel`), so that depth costs little:
+    else a tree as deep as those of blocks.
 
     Raises ConfigError for shapes that no tree has, of any device.
     """
@@ -145,16 +146,13 @@ def carried_shape(folder: Path, device: str, default: TreeShape = BLOCK) -> Tree
     unknown = next((name for name in found if name not in DEVICES), None)
     if unknown is not None:
         raise ConfigError(f"{where}: expected shapes for {' or '.join(DEVICES)}, found {show(unknown)}")
-    return found.get(device) or _of_block(config, default)
+    return found.get(device) or (BRANCHED_BLOCK if in_parallel else _of_block(config, default))
 
 
 def _of_block(config: dict[str, Any], tree: TreeShape) -> TreeShape | None:
     inner = (config.get(name) for name in ("dflash_config", "dspark_config"))
     flat = {key: value for part in (*inner, config) if isinstance(part, dict) for key, value in part.items()}
     rows = flat.get("block_size")
-    parallel = any(flat.get(key) is not None for key in MASK_IDS[:2]) or flat.get("speculators_model_type") == "peagle"
-    if rows is None and parallel:
-        return BRANCHED_BLOCK  # of one pass, too: depth costs little
     if type(rows) is not int or rows < 2:
         return None  # what is wrong with it says who loads the head
     steps = min(tree.depth, rows if from_anchor(flat) else rows - 1)
@@ -169,6 +167,11 @@ def from_anchor(config: Mapping[str, Any]) -> bool:
     missing key means yes to DeepSpec, whose heads have a Markov head, and no to the others."""
     said = [config[key] for key in ("sample_from_anchor", "shift_label") if config.get(key) is not None]
     return bool(said[0]) if said else bool(config.get("markov_rank")) and "speculators_model_type" not in config
+
+
+def names_mask(config: Mapping[str, Any]) -> bool:
+    """Returns whether flat keys name the mask of a head for parallel drafting; those of a block name one as well."""
+    return "block_size" not in config and any(config.get(key) is not None for key in MASK_IDS)
 
 
 def save_shape(folder: Path, device: str, shape: TreeShape) -> None:

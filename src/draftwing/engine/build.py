@@ -48,6 +48,7 @@ from draftwing.kv.pool import check_int8
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.folder import bytes_of
+from draftwing.models.heads.config import drafts_in_parallel
 from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.loader import load_config, mapped_bytes
 from draftwing.parallel.group import join
@@ -200,7 +201,10 @@ def _for_engine(
     check_target(options, path, config)
     options = with_own_layers(options, path, config)
     spec, draft_path = options.drafter_spec, draft_path_of(options)
-    carried = carried_shape(draft_path or path, device.kind, spec.tree) if spec.heads else None
+    carried = None
+    if spec.heads:
+        in_parallel = draft_path is not None and drafts_in_parallel(draft_path, options.dummy)
+        carried = carried_shape(draft_path or path, device.kind, spec.tree, in_parallel)
     options = options.for_engine(device.defaults, config.architecture, carried)
     if config.encoder is not None:
         options = options.for_encoder(config.max_positions)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftwing.config.trees import MASK_IDS
+from draftwing.config.trees import names_mask
 from draftwing.errors import CheckpointError
 from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.linear import Linear
@@ -151,7 +151,7 @@ def draft_weights(
     weights |= {"norm.weight": meta(hidden), f"{first}.hidden_norm.weight": meta(hidden)}
     if raw.get("use_aux_hidden_state") is not False:
         weights["fc.weight"] = meta(hidden, aux_hidden * target.hidden_size)
-    if any(raw.get(key) is not None for key in MASK_IDS):
+    if names_mask(raw):
         weights["mask_hidden"] = meta(aux_hidden * target.hidden_size)
     rows = raw.get("draft_vocab_size") or vocab
     weights["lm_head.weight"] = meta(rows, hidden)

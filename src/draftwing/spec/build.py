@@ -17,7 +17,7 @@ from draftwing.errors import ConfigError
 from draftwing.layers.linear import Linear
 from draftwing.models.heads.base import MOST_ROWS, DraftHead, DraftLM, FeatureHead, is_large, quantized_copy
 from draftwing.models.heads.block import BlockHead
-from draftwing.models.heads.config import AuxLayerIds
+from draftwing.models.heads.config import AuxLayerIds, drafts_in_parallel
 from draftwing.models.heads.eagle import Eagle3Head
 from draftwing.models.heads.loader import load_assistant, load_draft_head, load_mtp_head
 from draftwing.models.heads.mtp import MTPHead
@@ -196,7 +196,10 @@ def _of_second(context: DraftContext, part: DrafterSpec) -> DraftContext:
     path = resolve_model(options.model, options.revision) if name is None else resolve_model(name, None)
     own = None if name is None else str(path)
     options = replace(options, speculative_algorithm=part.name, speculative_draft_model_path=own)
-    shape = carried_shape(path, context.device.type, context.shape) if part.heads else None
+    shape = None
+    if part.heads:
+        in_parallel = name is not None and drafts_in_parallel(path, options.dummy)
+        shape = carried_shape(path, context.device.type, context.shape, in_parallel)
     return replace(context, options=options, draft_path=path, shape=shape or context.shape)
 
 

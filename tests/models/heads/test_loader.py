@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftwing.config.trees import TreeShape, carried_shape
 from draftwing.errors import CheckpointError
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.base import DraftHead
-from draftwing.models.heads.config import resolve_aux_layers
+from draftwing.models.heads.config import drafts_in_parallel, resolve_aux_layers
 from draftwing.models.heads.eagle import Eagle3Head, EagleHead
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.train.checkpoint import save_head
@@ -305,6 +306,29 @@ def test_a_form_of_eagle3_is_served_or_refused_by_name(
     assert again.eagle == head.eagle and again.config.layers == head.config.layers
     assert again.config.ropes == head.config.ropes
     assert stored(again).keys() == stored(head).keys()
+
+
+@pytest.mark.parametrize(
+    ("keys", "masks"),
+    [
+        ({"mask_token_id": 5}, True), ({"eagle_config": {"pard_token": 5}}, True), ({"ptd_token_id": 5}, True),
+        ({"pard_token": 5}, False), ({}, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_head_has_the_tree_of_one_pass_when_it_drafts_in_one(
+    drafts: SimpleNamespace, target: DecoderModel, tmp_path: Path, keys: Any, masks: bool, pickled: bool
+) -> None:
+    """Whatever its config says of masks. Dummy weights are made by the config alone."""
+    weights = drafts.eagle3_weights() | ({"model.mask_hidden": torch.ones(1, 1, 96)} if masks else {})
+    folder = drafts.write(tmp_path, weights, pickled, **keys)
+
+    def tree(dummy: bool = False) -> TreeShape | None:
+        return carried_shape(folder, "cpu", in_parallel=drafts_in_parallel(folder, dummy))
+
+    assert (load(folder, target).eagle.mask is not None) == masks
+    assert tree() == (TreeShape(7, 4, 16) if masks else None)
+    assert (load(folder, target, dummy=True).eagle.mask is not None) == (tree(dummy=True) is not None) == bool(keys)
 
 
 @pytest.mark.parametrize("known", [16, 64, ...])
