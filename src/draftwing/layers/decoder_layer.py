@@ -165,17 +165,23 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Does as `mix`, and returns its result under the norm that comes next: in one kernel where the device has one
         for it."""
-        scale, plain = self._scale, self.mlp_out_norm is None
-        if plain and isinstance(self.mlp, ExpertMLP) and self.mlp.mixes_under_norms(scale):
-            assert self.mlp_norm is not None
-            x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend), scale)
-            return self.mlp.under(norm, normed, x, scale)
+        mlp, scale = self.mlp, self._scale
+        if isinstance(mlp, ExpertMLP) and self.mlp_out_norm is None and mlp.mixes_under_norms(scale):
+            x, normed = self._before_mlp(normed, x, cos, sin, attend)
+            return mlp.under(norm, normed, x, scale)
         if scale != 1:
-            assert self.mlp is not None and self.mlp_norm is not None
-            x, normed = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend), scale)
-            return norm.of_sum(x, self.mlp(normed), scale)
+            assert mlp is not None
+            x, normed = self._before_mlp(normed, x, cos, sin, attend)
+            return norm.of_sum(x, mlp(normed), scale)
         x = self.mix(normed, x, cos, sin, attend)
         return x, norm(x)
+
+    def _before_mlp(
+        self, normed: Tensor | Fp8Rows, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Returns x with what the mixer adds to it, and the MLP's norm of it: added in the norm's kernel."""
+        assert self.mlp_norm is not None
+        return self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend), self._scale)
 
     def _mix(self, normed: Tensor | Fp8Rows, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         if self.mlp is None:
@@ -198,7 +204,7 @@ class DecoderLayer(nn.Module):
         quantises, norm = self._quantises[1], self.mlp_norm
         assert norm is not None
         if self._scale != 1:
-            x, normed = norm.of_sum(x, self.mixer(normed, cos, sin, attend), self._scale)
+            x, normed = self._before_mlp(normed, x, cos, sin, attend)
             return self._ops.add_scaled(x, self._ops.add_scaled(self.mlp(normed), None, self._scale))
         if self._ops.norm_adds_residual:
             out = self.mixer(normed, cos, sin, attend)

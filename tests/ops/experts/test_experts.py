@@ -210,10 +210,12 @@ def test_mixes_under_a_norm(ops: TorchOps, wide: bool) -> None:
     assert torch.equal(x, ops.mix(y, routed, residual))
     expected = x.double() * (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight.double()
     torch.testing.assert_close(normed.double(), expected, atol=2**-6, rtol=2**-6)
-    y, residual, weight = y.float(), residual.float(), weight.float()  # which all round alike
-    x, normed = ops.mix_norm(y, routed, residual, weight, 1e-5, 0.22)
-    assert torch.equal(x, ops.add_scaled(residual, ops.add_scaled(ops.mix(y, routed, None), None, 0.22)))
-    torch.testing.assert_close(normed, ops.rms_norm(x, weight, 1e-5))
+    cut = ops.name == "triton" and ops.device.type == "cpu"  # the interpreter cuts bfloat16 off instead of rounding it
+    for dtype in (torch.float32,) if cut else (torch.float32, torch.bfloat16):
+        y, residual, weight = y.to(dtype), residual.to(dtype), weight.to(weight.dtype if wide else dtype)
+        x, normed = ops.mix_norm(y, routed, residual, weight, 1e-5, 0.22)
+        assert torch.equal(x, ops.add_scaled(residual, ops.add_scaled(ops.mix(y, routed, None), None, 0.22)))
+        assert torch.equal(normed, ops.rms_norm(x, weight, 1e-5))
 
 
 def test_clamps(ops: TorchOps) -> None:
