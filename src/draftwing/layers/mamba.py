@@ -43,7 +43,7 @@ class Mamba2Config(MixerConfig):
     groups: of heads that share B and C.  norm: whether there is one, over the heads of a group; gates_first: behind the
     gates, else before them.  conv_bias: whether the convolution has biases.  in_parts: whether the first matrix comes
     in `PARTS`.  among: the ranks that have heads of the one group of which this rank has some; None: its groups are
-    whole.  shared: values of all heads of that group.
+    whole.  group_values: values of all heads of that group.
     """
 
     groups: int
@@ -56,7 +56,7 @@ class Mamba2Config(MixerConfig):
     conv_bias: bool = True
     in_parts: bool = False
     among: range | None = None
-    shared: int = 0
+    group_values: int = 0
 
     def keeps(self) -> DeltaSpec:
         return DeltaSpec(self.groups, self.heads, self.state_size, self.head_dim, self.conv_width, corrects=False)
@@ -93,8 +93,8 @@ class Mamba2Config(MixerConfig):
                 f"--tp-size {ranks.size}: expected at most {self.groups}, a rank for each group of the model's "
                 f"state-space layers, which have norms before their gates; found {ranks.size}"
             )
-        among, shared = ranks_of_group(ranks, self.groups), self.inner // self.groups
-        return replace(self, groups=1, heads=len(heads), among=among, shared=shared)
+        among, group_values = ranks_of_group(ranks, self.groups), self.inner // self.groups
+        return replace(self, groups=1, heads=len(heads), among=among, group_values=group_values)
 
     def _own(self, ranks: Ranks) -> tuple[range, range]:
         """Returns the heads and groups of one rank."""
@@ -160,7 +160,8 @@ class Mamba2(DeltaMixer):
 
     def __init__(self, config: Mamba2Config, place: Placement) -> None:
         super().__init__(config.keeps(), place)
-        self._ranks, self._among, self._shared = place.layer.ranks, config.among if config.norm else None, config.shared
+        self._ranks, self._among = place.layer.ranks, config.among if config.norm else None
+        self._group_values = config.group_values
         self._inner, self._gates_first = config.inner, config.gates_first
         self.into = place.linear(config.made)
         self.out = place.out(config.inner)
@@ -189,7 +190,7 @@ class Mamba2(DeltaMixer):
     def _normed(self, x: Tensor, among: range) -> Tensor:
         """x [M, values of this rank's heads] behind the gates -> the same under a norm over all heads of the group."""
         squares = self._ranks.gather(row_squares(self.ops, x))[among.start : among.stop]
-        mean = self.ops.sum_parts(squares, None, None) / self._shared
+        mean = self.ops.sum_parts(squares, None, None) / self._group_values
         return (x.float() / (mean + self._eps).sqrt() * self.norm).to(x.dtype)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
