@@ -170,6 +170,7 @@ def test_facts() -> None:
         facts = client.get("/ui/info").json()
     assert facts["algorithm"] == "NGRAM" and facts["num_steps"] > 0 and facts["shows_texts"] is False
     assert facts["sampling_defaults"]["temperature"] == 1 and facts["sampling_defaults"]["top_k"] == -1
+    assert facts["sources"] == ["other", "model", "lookup", "both"]
     assert facts["weight_bytes"] == {"Q8_0": 34} and facts["knows_effort"] is False
     with client_of(FakeEngine(Options(random_seed=7), defaults={"temperature": 0.2, "max_new_tokens": 64})) as client:
         facts = client.get("/ui/info").json()

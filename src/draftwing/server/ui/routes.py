@@ -134,7 +134,7 @@ def facts(service: Service, knows_effort: bool = False) -> dict[str, Any]:
         "num_steps": depth,
         "topk": topk,
         "num_draft_tokens": nodes,
-        "sources": list(SOURCES),
+        "sources": list(dict.fromkeys(SOURCES)),
         "sampling_defaults": {name: getattr(params, name) for name in _SAMPLING}
         | {_ASKED.get(name, name): value for name, value in info.defaults.items()},
         "knows_effort": knows_effort,
