@@ -32,7 +32,9 @@ from draftwing.ops.types import (
 LEVELS = 16  # of a grade; also in the kernels
 GRADES, DEPTHS = LEVELS * len(SOURCES), 16
 SLOPE, MIDDLE = 1.25, 7.0  # of a level: round(SLOPE * logit + MIDDLE)
-LEFT_OUT = 2.0  # levels that a head's node is worth less which another head did not think of
+# In levels: how much less a node is worth, until such nodes are counted, that the second head alone proposed. Read off
+# the nodes of 430 steps, and not swept (docs/dev/block_heads.md).
+SECOND_HEAD_PENALTY = 2.0
 PRIOR_WEIGHT = 4.0  # nodes that the first guess counts for
 SURE = 0.995  # no estimate is higher, so that a child is expected less than its parent
 MEMORY = 256.0  # nodes of a grade and depth that are remembered
@@ -53,7 +55,7 @@ def new_calibration(device: torch.device, share: float | None = None) -> Calibra
     """Nothing is known yet but what the grades themselves say: these are the first guesses, counted as nodes. share: of
     nodes that are right at any level, where acceptance is simulated and grades say nothing."""
     level = torch.arange(LEVELS, dtype=torch.float32).repeat(len(SOURCES), 1)
-    level[SECOND_MODEL] -= LEFT_OUT
+    level[SECOND_MODEL] -= SECOND_HEAD_PENALTY
     guess = torch.sigmoid((level - MIDDLE) / SLOPE).clamp_(0.02, 0.95).flatten()
     guess[0] = 0.5  # a drafter that does not say
     if share is not None:
