@@ -158,6 +158,7 @@ def test_drafts_of_masks_change_no_token(harness, tmp_path, lag):
     case.answer(rig)
     case.answer(rig)
     assert rig.accept_length > 1.5
+    assert constrained(case, TREE).accept_length > 1.2
 
 
 LOOKAHEAD = {"EAGLE": 1, "NEXTN 2 layers": 2, "NEXTN 3 layers": 3}
@@ -189,19 +190,28 @@ def test_a_continued_conversation_loses_no_cached_token_and_a_divergence_at_most
 @pytest.mark.further(shape=CHAIN)
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_with_grammars_and_penalties(case, shape):
+    assert constrained(case, shape).accept_length > 1.3
+
+
+def constrained(case, shape):
+    """Asks with grammars, penalties and biases, and compares with plain decoding of each alone."""
+
     def submit(rig):
         for i, (prompt, param) in enumerate(zip(case.prompts, case.params, strict=True)):
             grammar = ToyGrammar(i, case.h.VOCAB) if i % 3 == 0 else None
             if i % 3 == 1:
                 param = param.replace(frequency_penalty=0.6, repetition_penalty=1.2)
+            if i % 3 == 2:
+                param = param.replace(logit_bias=((case.expected.tokens[str(i)][3], -100.0),))
             rig.submit(str(i), prompt, param, grammar=grammar)
         return rig.run()
 
     if case.constrained is None:
         case.constrained = submit(case.h.Rig(case.target, rows=1, radix=False)).tokens
+        assert sum(case.constrained[uid] != tokens for uid, tokens in case.expected.tokens.items()) > 7
     rig = case.rig(shape)
     assert submit(rig).tokens == case.constrained
-    assert rig.accept_length > 1.3
+    return rig
 
 
 def test_prompts_from_graphs(harness, monkeypatch, tmp_path):

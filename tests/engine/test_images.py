@@ -361,7 +361,7 @@ def test_several_answers_and_aborts(case: Any) -> None:
     assert len({tuple(tokens) for tokens in alone.tokens.values()}) > 1
 
 
-@pytest.mark.further(case=[kind for kind in KINDS if kind != "qwen3.5"])
+@pytest.mark.further(case=OTHERS)
 def test_grammars(case: Any) -> None:
     """Half of the requests are held to one; with drafts and without the texts are the same."""
     _, model, prompts, params, expected = case
@@ -375,7 +375,7 @@ def test_grammars(case: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.further(case=[kind for kind in KINDS if kind != "qwen3.5"])
+@pytest.mark.further(case=OTHERS)
 def test_two_ranks(case: Any, tmp_path: Path) -> None:
     """Each has the whole tower, and the same features."""
     kind, _, prompts, params, _ = case
