@@ -96,29 +96,29 @@ def test_heads_from_a_config_alone(
         assert len(head.layers if kind is EagleHead else [head.fusion, *head.later]) == changes["num_hidden_layers"]
 
 
-PUBLISHED = {  # keys of EAGLE-3 heads' configs as they were published, and the hidden states that they read
+PUBLISHED = {  # keys of EAGLE-3 heads' configs as they were published, the hidden states that they read, the window
     "gpt-oss-20b": (GPT_OSS_20B, {
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 21]}, "head_dim": 64, "hidden_size": 2880,
         "intermediate_size": 17280, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 201088,
         "rms_norm_eps": 1e-05, "max_position_embeddings": 4096,
-    }, (2, 12, 22)),
+    }, (2, 12, 22), 4096),
     "Qwen3-30B-A3B": (QWEN3_30B, {
         "head_dim": 128, "hidden_size": 2048, "intermediate_size": 12288, "num_attention_heads": 32,
         "num_key_value_heads": 4, "vocab_size": 151936, "rope_theta": 1000000.0, "rope_scaling": None,
         "max_window_layers": 48, "sliding_window": None, "use_sliding_window": False, "max_position_embeddings": 2048,
-    }, (2, 24, 45)),
+    }, (2, 24, 45), 2048),
     "gemma-3-1b": (GEMMA3_1B, {
         "head_dim": 256, "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4,
         "num_key_value_heads": 1, "vocab_size": 262144, "rope_theta": 1000000, "sliding_window": 512,
         "use_sliding_window": False, "target_model_type": "gemma3_text", "max_position_embeddings": 32768,
-    }, (2, 13, 23)),
+    }, (2, 13, 23), 0),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_heads_of_experts_and_windows(tmp_path: Path, name: str) -> None:
     """Of their real sizes, without data."""
-    of_target, keys, aux_layers = PUBLISHED[name]
+    of_target, keys, aux_layers, window = PUBLISHED[name]
     raw = {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu",
         "num_hidden_layers": 1, "draft_vocab_size": 32000, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
@@ -128,7 +128,7 @@ def test_published_heads_of_experts_and_windows(tmp_path: Path, name: str) -> No
     head: Any = load_draft_head(tmp_path, target, "EAGLE3", torch.bfloat16, "meta", dummy=True)
     assert isinstance(head, Eagle3Head) and head.aux_layers == aux_layers and head.vocab == 32000
     (layer,) = head.layer_configs
-    assert layer.mixer.window == 0 and not layer.mixer.sinks and layer.experts is None
+    assert layer.mixer.window == window and not layer.mixer.sinks and layer.experts is None
 
 
 def test_prediction_layers_of_the_target_itself(drafts: SimpleNamespace, tmp_path: Path) -> None:
