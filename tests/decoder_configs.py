@@ -44,7 +44,7 @@ def decoder_config(
     norm, own = NormConfig(norm_eps, wide_norms, float(gemma)), GEMMA if gemma else {}
     mixer = AttentionConfig(num_heads, num_kv_heads, head_dim, **_taken(switches, OF_ATTENTION))
     layer = LayerConfig(hidden_size, mixer, ffn_size, norm, **own, **_taken(switches, OF_LAYER))  # type: ignore[arg-type]
-    layers = layers_like(layer, mixer, num_layers, windows, local_rope is not None, dense_layers)
+    layers = layers_like(layer, mixer, windows or (0,) * num_layers, local_rope is not None, dense_layers)
     ropes = (rope,) if local_rope is None else (rope, local_rope)
     scale = hidden_size**0.5 if gemma else 1.0
     return ModelConfig(

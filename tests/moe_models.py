@@ -78,7 +78,23 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan-v3": ("HYV3", {**OTHERS, "router_scaling_factor": 1.5}),
     "ling2": ("SarvamMoE", {**OTHERS, "first_k_dense_replace": 1, "rope_parameters": PARTIAL}),
     "exaone-moe": ("ExaoneMoe", {**OTHERS, **WINDOWS, "rope_parameters": PLAIN}),
+    "exaone-moe-window": (
+        "ExaoneMoe",
+        {
+            **OTHERS,
+            **WINDOWS,
+            "sliding_windows": [5, 5, 0],
+            "mtp_layer_types": ["sliding_attention"],
+            "mtp_sliding_windows": [5],
+            "rope_parameters": PLAIN,
+        },
+    ),
     "mellum": ("Mellum", {**OTHERS, **WINDOWS, "num_mtp_layers": 1}),
+    "mellum-upside-down": (
+        "Mellum",
+        {**OTHERS, **WINDOWS, "layer_types": WINDOWS["layer_types"][::-1], "num_mtp_layers": 1},
+    ),
+    "mellum-full": ("Mellum", {**OTHERS, **WINDOWS, "num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}),
     "minimax-m2": (
         "MiniMaxM2",
         {"num_local_experts": 8, "intermediate_size": 32, "rotary_dim": 16, "rope_parameters": {**PARTIAL}},
@@ -116,8 +132,9 @@ def predicting(theirs: Any) -> Any:
         theirs.config.num_mtp_layers, theirs.config.mtp_mlp_layer_types = 1, ["sparse"]
         theirs.config.mtp_layer_types = ["indexed_attention"]
     elif theirs.config.model_type in AS_LAYERS:
+        attention, theirs.config.mtp_mlp_layer_types = AS_LAYERS[theirs.config.model_type]
+        theirs.config.mtp_layer_types = getattr(theirs.config, "mtp_layer_types", None) or attention
         theirs.config.num_mtp_layers = 1
-        theirs.config.mtp_layer_types, theirs.config.mtp_mlp_layer_types = AS_LAYERS[theirs.config.model_type]
     kept = {name: value.clone() for name, value in theirs.state_dict().items()}
     torch.manual_seed(7)
     layer = filled(MtpModel(theirs, 1).float().eval())
@@ -141,13 +158,13 @@ def published(theirs: Any, layer: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in by_expert(found).items()}
 
 
-# Whose checkpoints call tensors otherwise than transformers, and whose prediction layers are of a kind of their own, of
-# attention and of MLP.
+# Whose checkpoints call tensors otherwise than transformers, and whose prediction layers are of a kind of their own: of
+# attention, where the config does not say, and of MLP.
 AS_LAYERS: dict[str, tuple[list[str], list[str]]] = {
     "hy_v3": (["full_attention"], ["sparse"]),
     "sarvam_moe": (["full_attention"], ["sparse"]),
     "bailing_hybrid": (["full_attention"], ["sparse"]),
-    "exaone_moe": (["sliding_attention"], ["dense"]),
+    "exaone_moe": (["full_attention"], ["dense"]),
     "mellum": (["sliding_attention"], ["sparse"]),
 }
 NUMBERED = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "post_norm": "final_layernorm"}

@@ -26,7 +26,7 @@ from draftwing.models.families import FAMILIES, language_model, sight
 from draftwing.models.families.unserved import nearest, unserved_part
 from draftwing.models.family import Family, layers_like
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, refuse_unread
-from draftwing.models.positions import context, first_chunk, ropes, rotary_dims, sections_of, windows
+from draftwing.models.positions import context, first_chunk, ropes, rotary_dims, sections_of, window_ahead, windows
 from draftwing.models.quantised.config import METHODS, Quantization
 from draftwing.models.towers.base import TowerConfig
 from draftwing.parallel.ranks import Ranks
@@ -48,7 +48,7 @@ class ModelConfig:
     are stored that are quantised in a way which any format takes, None: none are.  factors: what matrices of layers are
     multiplied with when they are loaded, by their names below a layer.  tower: of what reads images, None:
     nothing does.  encoder: what it has in front of its layers and behind them if these see whole texts, None: it is a
-    decoder.
+    decoder.  ahead: what its prediction layer is, where the family knows that by itself, else empty.
     """
 
     architecture: str
@@ -73,6 +73,7 @@ class ModelConfig:
     factors: tuple[tuple[str, float], ...] = ()
     tower: TowerConfig | None = None
     encoder: EncoderConfig | None = None
+    ahead: tuple[LayerConfig, ...] = ()
 
     @property
     def family(self) -> Family:
@@ -249,15 +250,18 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         if pattern and family.pattern_key:
             pattern = fields.whole("sliding_window_pattern", 1, default=pattern)
         reach = windows(fields, layers, max_positions, family.sliding_window, family.window_switch, pattern)
-        nope = () if family.nope is None else family.nope(fields, reach or (0,) * layers)
-        made = layers_like(layer, attention, layers, reach, local_rope is not None, dense, nope)
+        reach = reach or (0,) * layers
+        if family.predicts_kind:
+            reach = (*reach, window_ahead(fields, family.predicts_kind, family.sliding_window))
+        nope = () if family.nope is None else family.nope(fields, reach)
+        made = layers_like(layer, attention, reach, local_rope is not None, dense, nope)
         local_rope = NOPE if nope else local_rope
     found = ModelConfig(
         architecture=name,
         hidden_size=hidden,
         vocab_size=fields.whole("vocab_size"),
         max_positions=max_positions,
-        layers=made,
+        layers=made[:layers],
         ropes=(rope,) if local_rope is None else (rope, local_rope),
         norm=norm,
         embed_scale=hidden**0.5 if family.scaled_embeddings else _multiplier(fields, family, "embedding_multiplier"),
@@ -272,6 +276,7 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         quantization=quantization,
         tower=tower,
         encoder=encoder,
+        ahead=made[layers:],
         factors=() if family.factors is None else tuple(family.factors(fields).items()),
     )
     refuse_unread(fields, family.neutral, known_alone=head)

@@ -220,6 +220,7 @@ class Family:
     # first; or such a one as the layer behind the model's own. "": there are none with the model.
     predicts: Literal["", "mtp_layers", "mtp", "numbered"] = ""
     predicts_dense: bool = False  # whether such a layer has an MLP, though others have experts
+    predicts_kind: str = ""  # `mtp_layer_types` of it when the config has none; "": as the first layer with attention
     mtp_names: Mapping[str, str] = field(default_factory=dict)  # what is called otherwise below `mtp`, without layers
     assistants: tuple[str, ...] = ()  # `model_type` of models that draft by its keys and values
     encoder: Callable[[Fields], EncoderConfig] | None = None  # what it has beside its layers, which see whole texts
@@ -261,19 +262,18 @@ def query_scalar(fields: Fields, key: str, default: float) -> int:
 def layers_like(
     layer: LayerConfig,
     attention: AttentionConfig,
-    count: int,
-    windows: Sequence[int] = (),
+    windows: Sequence[int],
     local_rope: bool = False,
     dense: Collection[int] = (),
     nope: Collection[int] = (),
 ) -> tuple[LayerConfig, ...]:
-    """Returns so many layers like one, with its attention, as families have them whose layers differ in little.
+    """Returns as many layers like one as there are windows, with its attention, as families have them whose layers
+    differ in little.
 
-    windows: of each layer, 0: none; empty where no layer has one.  local_rope: whether layers with a window are turned
+    windows: of each layer, 0: none.  local_rope: whether layers with a window are turned
     by the second rotary embedding.  dense: which layers have an MLP in place of experts.  nope: which turn nothing, of
     which the second rotary embedding is then.
     """
-    windows = windows or (0,) * count
     kinds = [(window, int((local_rope and window > 0) or i in nope)) for i, window in enumerate(windows)]
     of_kind = {kind: replace(attention, window=kind[0], rope=kind[1]) for kind in kinds}
     made = [replace(layer, mixer=of_kind[kind]) for kind in kinds]

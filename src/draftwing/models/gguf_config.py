@@ -18,7 +18,7 @@ from draftwing.models.family import ExpertMetadata, Family, InGGUF, layers_like,
 from draftwing.models.fields import LARGEST, MAX_LAYERS, WIDEST, Fields, max_experts, refuse_unread_metadata
 from draftwing.models.gguf_tensors import EXPERT_PARTS, MXFP4, own_layers
 from draftwing.models.pooling import encoder_of
-from draftwing.models.positions import context
+from draftwing.models.positions import SLIDING, context
 from draftwing.models.quantised.config import IN_MXFP4
 from draftwing.ops.experts.routing import Routing
 from draftwing.requests.refusals import show
@@ -86,9 +86,11 @@ def model_config(file: GGUFFile) -> ModelConfig:
     )
     dense = {i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors}
     local_rope = _local_rope(fields, family, rope.theta)
-    reach = () if form.own_windows else _windows(fields, layers, family, positions)
-    nope = () if family.nope is None else family.nope(fields, reach or (0,) * layers)
-    made = layers_like(layer, attention, layers, reach, local_rope is not None, dense, nope)
+    reach = (() if form.own_windows else _windows(fields, layers, family, positions)) or (0,) * layers
+    if family.predicts_kind:  # of which files say nothing
+        reach = (*reach, max(reach) if family.predicts_kind == SLIDING else 0)
+    nope = () if family.nope is None else family.nope(fields, reach)
+    made = layers_like(layer, attention, reach, local_rope is not None, dense, nope)
     local_rope = NOPE if nope else local_rope
     if form.layers is not None:
         own = form.layers(file, stored, layer, layers)
@@ -99,7 +101,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
         hidden_size=hidden,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         max_positions=positions if encoder is None else encoder.context,
-        layers=made,
+        layers=made[:layers],
         ropes=(rope,) if local_rope is None else (rope, local_rope),
         norm=norm,
         embed_scale=hidden**0.5 if family.scaled_embeddings else _multiplier(fields, family, "embedding_scale"),
@@ -111,6 +113,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
         suppressed=_ids(tokenizer, "suppress_tokens"),
         quantization=IN_MXFP4 if _holds_mxfp4(file) else None,
         encoder=encoder,
+        ahead=made[layers:],
     )
     refuse_unread_metadata(fields)
     return found

@@ -42,7 +42,15 @@ from draftwing.models.pooling import MODULES, encoder_of, has_head
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.cuts import DenseCut, stored_cuts
 from draftwing.models.quantised.read import KVScales, assembled
-from draftwing.models.weight_map import canonical, checkpoint_names, is_elsewhere, own_experts, predicts
+from draftwing.models.weight_map import (
+    MTP_PREFIXES,
+    canonical,
+    checkpoint_names,
+    is_elsewhere,
+    nextn_layer,
+    own_experts,
+    predicts,
+)
 from draftwing.ops.gemm.stored import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.upload import Uploader
 from draftwing.parallel.cut import Cut
@@ -266,14 +274,18 @@ def open_checkpoint(
 
 
 def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Those of the language model itself: without prediction layers that are served, which the drafter loads, and what
-    reads images and hears."""
-    aside = size = 0
+    """Those of the language model itself: without prediction layers, which the drafter loads if such are served, and
+    what reads images and hears."""
+    aside = size = unserved = 0
     for name, value in tensors:
         if name.startswith(_OTHER_SENSES):
             aside, size = aside + 1, size + value.nbytes
-        elif not predicts(name, config):
+        elif name.startswith(MTP_PREFIXES):
+            unserved += not predicts(name, config)
+        elif nextn_layer(name, config) is None:
             yield name, value
+    if unserved:
+        logger.warning("%d tensors of prediction layers are not loaded: none are served with such a model", unserved)
     if aside:
         logger.info("%d tensors for images or sound are not loaded, %.2f GB", aside, size / 1e9)
 

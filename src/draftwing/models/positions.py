@@ -46,6 +46,24 @@ def windows(
     return tuple(window if kind == SLIDING else 0 for kind in kinds[:layers])
 
 
+def window_ahead(fields: Fields, kind: str, default: int | None) -> int:
+    """Returns the sliding window of the prediction layer, 0 where it sees everything: by `mtp_layer_types`, and that of
+    the model's layers unless `mtp_sliding_windows` has its own.
+
+    kind: where the config does not say.  default: the window where the config has no `sliding_window`.
+    """
+    kinds, sizes = fields.texts("mtp_layer_types") or [kind], fields.get("mtp_sliding_windows")
+    if len(kinds) > 1 or kinds[0] not in (FULL, SLIDING):
+        raise fields.unsupported("mtp_layer_types", kinds)
+    window = fields.whole("sliding_window", 0, 2**40, default or 0)
+    if not sizes:
+        return window if kinds[0] == SLIDING else 0
+    size = (sizes[0] or 0) if isinstance(sizes, list) and len(sizes) == 1 else None
+    if type(size) is not int or size < 0 or (size > 0) != (kinds[0] == SLIDING):
+        raise fields.unlike("mtp_sliding_windows", f"one window, of a layer of {kinds[0]}")
+    return size
+
+
 def ropes(
     fields: Fields,
     theta: float,

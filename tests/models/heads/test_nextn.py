@@ -30,8 +30,9 @@ from draftwing.train.capture import FeatureModel
 
 KINDS = [
     "glm4-moe", "glm4-moe-groups", "deepseek-v3", "glm4-moe-lite", "hunyuan-v3", "ling2", "ling3", "exaone-moe",
-    "mellum",
+    "exaone-moe-window", "mellum", "mellum-upside-down", "mellum-full",
 ]  # fmt: skip
+SAID = ("exaone-moe-window", "mellum-full")  # whose configs say of what kind their prediction layer is
 COMMITTED, GROWN = 12, 3
 
 
@@ -64,7 +65,8 @@ def check(head: MTPHead, model: DecoderModel, theirs: Any, layer: Any) -> None:
 def test_of_a_folder(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     theirs = hybrid_models.reference(kind) if kind == "ling3" else reference(kind)
     layer = predicting(theirs)
-    folder = with_layer(tmp_path / "model", theirs, published(theirs, layer))
+    said = {} if kind in SAID else {"mtp_layer_types": None}
+    folder = with_layer(tmp_path / "model", theirs, published(theirs, layer), **said)
     model = load_model(folder, torch.float32, "cpu")
     head = load_mtp_head(folder, model, torch.float32, "cpu")
     assert "not used" not in caplog.text

@@ -9,6 +9,7 @@ from typing import Any
 
 import moe_models
 import pytest
+import tiny_quantised
 import torch
 from hybrid_gguf import write
 from hybrid_models import layer_weights, reference, saved, with_layer
@@ -60,14 +61,31 @@ def test_what_is_asked_for_wins(tmp_path: Path) -> None:
 def test_layers_of_a_model_that_is_not_served_with_any_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Nobody asks whether they are quantised as others are."""
     theirs = moe_models.reference("minimax-m2")
-    weights = {"mtp.fc.weight": torch.ones(64, 128)}
+    weights = {"mtp.fc.weight": torch.ones(64, 128).to(torch.float8_e4m3fn)}
     folder = moe_models.with_layer(tmp_path, theirs, weights, num_mtp_modules=3)
+    config, write = tiny_quantised.FORMATS["fp8 block"]
+    tiny_quantised.quantise(folder, config, lambda _: write)
     with caplog.at_level(logging.WARNING):
         assert chosen(folder) == ("none", None)
         load_model(folder, torch.float32, "cpu")
     assert "num_mtp_modules is 3, but there are no such layers that are served" in caplog.text
-    assert "tensors of the checkpoint that are not used: model.mtp.fc.weight" in caplog.text
+    assert "1 tensors of prediction layers are not loaded" in caplog.text
+
+
+@pytest.mark.parametrize(("stored", "other"), [("mtp.fc.", "mtp.eh_proj."), (".input_layernorm.", ".norm1.")])
+def test_layers_with_names_of_others_do_not_draft(
+    tmp_path: Path, stored: str, other: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = reference("qwen3.5")
+    weights = {name.replace(stored, other): value for name, value in layer_weights(theirs).items()}
+    folder = with_layer(tmp_path, theirs, weights)
+    with caplog.at_level(logging.WARNING):
+        assert chosen(folder) == ("none", None)
+    (said,) = [record.message for record in caplog.records if "cannot be loaded" in record.message]
+    assert "nothing is drafted" in said and f"{stored}weight" in said
+    assert chosen(folder, speculative_algorithm="NEXTN") == ("NEXTN", None)
 
 
 @pytest.mark.parametrize("gguf", [False, True])

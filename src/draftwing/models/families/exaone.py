@@ -9,6 +9,8 @@ from typing import Any
 from draftwing.models.families.deepseek import IN_GGUF, dense_layers, experts
 from draftwing.models.family import ExpertNames, Family, InGGUF
 from draftwing.models.fields import Fields
+from draftwing.models.positions import FULL, SLIDING
+from draftwing.requests.refusals import show
 
 
 def _keys(fields: Fields) -> dict[str, Any]:
@@ -61,7 +63,16 @@ _MOE_NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared
 def _moe_keys(fields: Fields) -> dict[str, Any]:
     usual = {"num_experts": 64, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "moe_intermediate_size": 1024}
     found = {key: value for key, value in usual.items() if not fields.has(key)}
-    return {**_keys(fields), **found, **fields.overruled(found).renamed(_MOE_NAMES)}
+    said = {**_keys(fields), **found, **fields.overruled(found).renamed(_MOE_NAMES)}
+    sizes, window = fields.get("sliding_windows"), fields.get("sliding_window")
+    if sizes is None:
+        return said
+    if not fields.has("sliding_window") and isinstance(sizes, list):
+        window = next((size for size in sizes if size), None)
+    each = [window if kind == SLIDING else 0 for kind in fields.texts("layer_types")]
+    if not isinstance(sizes, list) or [size or 0 for size in sizes] != each:
+        raise fields.unlike("sliding_windows", f"by layer_types {show(window)} for layers with a window, 0 for others")
+    return {**said, "sliding_window": window}
 
 
 _WITH_WINDOWS: dict[str, Any] = {
@@ -88,6 +99,7 @@ FAMILIES = {
             dense_layers=dense_layers,
             predicts="mtp",
             predicts_dense=True,
+            predicts_kind=FULL,
             expert_names=ExpertNames(shared="mlp.shared_experts", correction="mlp.e_score_correction_bias"),
             gguf=InGGUF("exaone-moe", fields=_metadata, experts=IN_GGUF),
             neutral={"is_moe_layer": None, "first_k_dense_replace": None},  # beside `mlp_layer_types`

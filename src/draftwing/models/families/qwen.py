@@ -115,6 +115,7 @@ FAMILIES = {
         experts=experts,
         dense_layers=_kinds_of_mlp,
         predicts="mtp",
+        predicts_kind=SLIDING,
         gguf=InGGUF("mellum", experts=ExpertMetadata()),
     ),
     "Qwen3MoeForCausalLM": Family(

@@ -53,12 +53,11 @@ from draftwing.models.heads.config import (
 )
 from draftwing.models.heads.eagle import Eagle3Head, EagleHead, first_layer_name
 from draftwing.models.heads.gguf_heads import gguf_weights
-from draftwing.models.heads.mtp import MTPHead, stored_layers, untrained
+from draftwing.models.heads.mtp import MTPHead, mtp_head_of, untrained
 from draftwing.models.heads.own_layers import UNSERVED, mtp_tensors, of_prediction_layer, unserved
 from draftwing.models.loader import Tensors, fill_parameters
 from draftwing.models.quantised.read import assembled, is_quantised
 from draftwing.models.weight_map import (
-    MTP,
     MTP_LAYERS,
     canonical,
     is_elsewhere,
@@ -198,11 +197,7 @@ def load_mtp_head(
     own = mtp_tensors(path, target, dummy, as_stored and stored_format.takes_blocks)
     if not as_stored:
         own = {name: value.dense(dtype) if isinstance(value, QuantizedRows) else value for name, value in own.items()}
-    one = all(not name.startswith(MTP_LAYERS) for name in own)
-    prefix = f"{MTP}layers." if one else MTP_LAYERS
-    numbers = {name.removeprefix(prefix).partition(".")[0] for name in own if name.startswith(prefix)}
-    each = len(stored_layers(target.config)) if one else 1
-    head = MTPHead(target, -(-len(numbers) // each) or 1, dtype, "meta", stored_format, one)
+    head = mtp_head_of(own, target, dtype, stored_format)
     fill_head(head, own.items(), device, dummy)
     return _finish(head, token_ids, started, dummy)
 

@@ -10,6 +10,7 @@ further: layer j joins the model's output at position t with the embedding of to
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -204,6 +205,18 @@ class MTPHead(FeatureHead):
         )
 
 
+def mtp_head_of(
+    names: Collection[str], target: DecoderModel, dtype: torch.dtype, weight_format: WeightFormat
+) -> MTPHead:
+    """Returns a head of the meta device of as many layers as tensors of such names are of, in the layout they have.
+    weight_format: of the layers' matrices.  Raises CheckpointError for more layers than are served."""
+    one = all(not name.startswith(MTP_LAYERS) for name in names)
+    prefix = f"{MTP}layers." if one else MTP_LAYERS
+    numbers = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
+    each = len(stored_layers(target.config)) if one else 1
+    return MTPHead(target, -(-len(numbers) // each) or 1, dtype, "meta", weight_format, one)
+
+
 def _layer_of(config: ModelConfig) -> LayerConfig:
     """Returns what a prediction layer is like, from the config of its target."""
     layer, *mlp = stored_layers(config)
@@ -211,10 +224,11 @@ def _layer_of(config: ModelConfig) -> LayerConfig:
 
 
 def stored_layers(config: ModelConfig) -> list[LayerConfig]:
-    """Returns as what layers it is stored: the target's first with attention, and with experts where it has any and the
-    family's prediction layers have such; behind one without an MLP the first that is an MLP alone, and has experts
-    where any has. Raises CheckpointError where no layer of the target could be one."""
-    able = [layer for layer in config.layers if isinstance(layer.mixer, AttentionConfig | LatentAttentionConfig)]
+    """Returns as what layers it is stored: as the config says; else the target's first with attention, and with experts
+    where it has any and the family's prediction layers have such; behind one without an MLP the first that is an MLP
+    alone, and has experts where any has. Raises CheckpointError where no layer of the target could be one."""
+    every = config.ahead or config.layers
+    able = [layer for layer in every if isinstance(layer.mixer, AttentionConfig | LatentAttentionConfig)]
     if not able:
         raise CheckpointError(
             f"prediction layers of {config.architecture} are not supported: no layer is plain attention"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftwing.config.drafters import NO_DRAFTER, OWN_LAYERS, head_drafter
 from draftwing.config.options import Options
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, listed
 from draftwing.gguf_file import GGUFFile, open_gguf
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.models.apart import each_expert, without_latents
@@ -25,7 +25,7 @@ from draftwing.models.fields import MAX_LAYERS, Fields
 from draftwing.models.folder import folder_tensors, read_json
 from draftwing.models.gguf_tensors import own_layers, tensors
 from draftwing.models.heads.config import same
-from draftwing.models.heads.mtp import check_trainable, stored_layers
+from draftwing.models.heads.mtp import check_trainable, mtp_head_of, stored_layers
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import Stored, load_config
 from draftwing.models.quantised.read import assembled
@@ -49,18 +49,35 @@ SIDE_FILE = "mtp-"  # what the name of a GGUF file with nothing but such layers 
 
 def with_own_layers(options: Options, path: Path, config: ModelConfig) -> Options:
     """Returns resolved options whose drafter is known: where `Options.resolve` leaves it to the files of the model,
-    NEXTN if they hold prediction layers that are served, else nobody. Where such layers are asked for and lie in a file
-    next to the model's, that is the draft model. path: of the model. Raises ConfigError, and CheckpointError for files
-    that cannot be read."""
+    NEXTN if they hold prediction layers that are served and can be loaded, else nobody. Where such layers are asked for
+    and lie in a file next to the model's, that is the draft model. path: of the model. Raises ConfigError, and
+    CheckpointError for files that cannot be read."""
     asked = options.speculative_algorithm is not None
     left = OWN_LAYERS in options.drafter_spec.heads and options.speculative_draft_model_path is None
     if asked and not (left and path.suffix == ".gguf"):
         return options
     own, side = _in_files(path, config)
     if not asked:
-        drafter = head_drafter(OWN_LAYERS) if own or side else NO_DRAFTER
+        found = path if own else side
+        drafter = NO_DRAFTER if found is None or not _loads(found, config) else head_drafter(OWN_LAYERS)
+        side = None if drafter is NO_DRAFTER else side
         options = replace(options, speculative_algorithm=drafter.name)
     return replace(options, speculative_draft_model_path=None if side is None else str(side)).resolve()
+
+
+def _loads(path: Path, config: ModelConfig) -> bool:
+    """Returns whether prediction layers in a model's files, or in one next to them, are what is read here, by the names
+    of their tensors; says why where they are not."""
+    target = DecoderModel(config, torch.bfloat16, "meta")
+    try:
+        own = mtp_tensors(path, target, False, True)
+        missing = set(mtp_head_of(own, target, torch.bfloat16, config.weight_format).names()) - set(own)
+        why = f"tensors are missing: {listed(sorted(missing))}" if missing else ""
+    except CheckpointError as error:
+        why = str(error)
+    if why:
+        logger.warning("the prediction layers of %s cannot be loaded, so nothing is drafted: %s", path, why)
+    return not why
 
 
 def _in_files(path: Path, config: ModelConfig) -> tuple[bool, Path | None]:
