@@ -257,8 +257,8 @@ def untrained(config: ModelConfig) -> str | None:
         return "experts"
     if not isinstance(layer.mixer, AttentionConfig):
         return "attention over latents"
-    own = layer.mixer.window or layer.mixer.sinks or layer.mixer.scalar
-    return "attention with a window, sinks or a scale of its own" if own else None
+    own = layer.mixer.window or layer.mixer.rope or layer.mixer.sinks or layer.mixer.scalar
+    return "attention with a window, a rotary embedding, sinks or a scale of its own" if own else None
 
 
 def check_trainable(config: ModelConfig, count: int) -> None:
