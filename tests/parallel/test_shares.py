@@ -50,6 +50,8 @@ def test_heads_go_to_ranks_with_what_they_read(size: int) -> None:
         (2880, 4, [768, 704, 704, 704]),  # 45 blocks of 64
         (2080, 4, [544, 512, 512, 512]),  # 65 of 32
         (11008, 3, [3712, 3648, 3648]),
+        (11008, 8, [1376] * 8),  # 172 blocks of 64, but even ones of 32
+        (2880, 2, [1440] * 2),
         (1536, 4, [384] * 4),
         (96, 4, [24] * 4),  # too few blocks
         (0, 4, [0] * 4),

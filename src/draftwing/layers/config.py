@@ -91,12 +91,14 @@ MANY = 8  # blocks that a rank has at least, of which others may have one more o
 
 
 def width_share(ranks: Ranks, whole: int) -> Share:
-    """Returns the share of so many columns between two matrices: the same on all ranks, or as many blocks as can be.
-    One that is not the same leaves a rest where there are few blocks: `LayerConfig.spread` refuses that."""
-    for block in BLOCKS:
-        if whole % block == 0 and whole // block >= MANY * ranks.size:
-            return ranks.even_share(whole, block)
-    size = whole // ranks.size
+    """Returns the share of so many columns between two matrices: the same on all ranks where that is whole blocks, else
+    as many blocks as can be. Where there are few of these, the same, which may leave a rest: `LayerConfig.spread`
+    refuses that."""
+    size, rest = divmod(whole, ranks.size)
+    if rest or size % min(BLOCKS):
+        for block in BLOCKS:
+            if whole % block == 0 and whole // block >= MANY * ranks.size:
+                return ranks.even_share(whole, block)
     return Share(ranks.rank * size, size, whole)
 
 

@@ -73,8 +73,8 @@ class Ranks(ABC):
         return Share(start, min(share_rows, whole - start), whole)
 
     def even_share(self, whole: int, unit: int = 1) -> Share:
-        """Returns this rank's share of so many heads or columns, of which units of so many stay together: the first
-        ranks may have a unit more than the others."""
+        """Returns this rank's share of so many heads or columns, of which units of so many stay together: some
+        ranks may have a unit more than others."""
         start, end = (-(-at * (whole // unit) // self.size) * unit for at in (self.rank, self.rank + 1))
         return Share(start, end - start, whole)
 
