@@ -95,6 +95,10 @@ def test_a_rank_gets_its_share() -> None:
         assert torch.equal(part.dense(torch.float32), every.dense(torch.float32)[expected])
     with pytest.raises(CheckpointError, match="no whole number of blocks of 32: expected a smaller --tp-size"):
         list(each_expert(tensors.items(), COUNT, {down: Cut(1, Share(0, 48, 96))}, interleaved=True))
+    for name, axis, whole in ((gate, 0, 64), (down, 1, 64)):
+        cuts = {name.replace(".1.", ".0."): Cut(axis, Share(0, 32, whole))}
+        with pytest.raises(CheckpointError, match=r"expected \d+ (rows of gates and ups|columns in MXFP4), found"):
+            list(each_expert(tensors.items(), COUNT, cuts, interleaved=True))
 
 
 def test_nothing_else_is_copied_to_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,8 @@ def _own_blocks(name: str, stored: Tensor, cut: Cut) -> Tensor:
         return stored
     start, size, whole = cut.share
     if cut.axis == 1:
+        if stored.shape[2] * MX_BLOCK != whole:
+            raise CheckpointError(f"{name}: expected {whole} columns in MXFP4, found shape {list(stored.shape)}")
         return stored[:, :, start // MX_BLOCK : (start + size) // MX_BLOCK]
     if stored.shape[1] != 2 * whole:
         raise CheckpointError(f"{name}: expected {2 * whole} rows of gates and ups, found shape {list(stored.shape)}")

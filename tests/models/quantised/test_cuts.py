@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_gguf import write as write_gguf
 from tiny_quantised import MODULE, matrix, read, settings
 
+from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile
 from draftwing.models import folder
 from draftwing.models.loader import load_model
@@ -49,6 +50,18 @@ def test_parts_of_groups_are_cut_from_the_whole(name: str) -> None:
     scheme = settings(tiny.FORMATS[name][0]).scheme_of(MODULE)
     assert scheme is not None and stored_cuts(scheme, Cut(1, Share(48, 48, 192))) is None
     assert stored_cuts(scheme, Cut(0, Share(4, 4, 64))) is None or name == "compressed int4"
+
+
+def test_tensors_of_another_size_are_refused() -> None:
+    """None is cut as if it were of that size; of a matrix of more columns each tensor says so."""
+    for name in tiny.FORMATS:
+        config, write = tiny.FORMATS[name]
+        scheme, cut = settings(config).scheme_of(MODULE), Cut(1, Share(0, COLUMNS // 2, COLUMNS))
+        found = None if scheme is None else stored_cuts(scheme, cut)
+        for key, value in write(matrix(ROWS, 2 * COLUMNS)).tensors.items() if found else ():
+            if found and key in found:
+                with pytest.raises(CheckpointError, match="in axis"):
+                    found[key].of_tensor(key, value)
 
 
 class Counted:

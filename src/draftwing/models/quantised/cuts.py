@@ -39,6 +39,7 @@ class SizesCut(Cut):
     def of_tensor(self, name: str, value: Tensor) -> Tensor:
         value = value.clone()
         if value.shape == (2,):
+            self._check(name, value.tolist())
             value[self.axis] = self.share.size
         return value
 
