@@ -22,7 +22,6 @@ from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.devices.put_away import PutAway
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.graphs import GraphCache, RecordedStages, batch_sizes
-from draftwing.engine.host_share import HostShare
 from draftwing.engine.image_features import ImageFeatures
 from draftwing.engine.rank_broadcast import SINGLE_RANK, LoadedHeads, RankBroadcast
 from draftwing.engine.request_features import RequestFeatures
@@ -30,6 +29,7 @@ from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import Batches, DraftBatch, InFlight, Pending, TreeStep, fetch_drafts
 from draftwing.engine.target import TargetForward
 from draftwing.engine.tree_steps import TreeSteps
+from draftwing.kv.host_share import HostShare
 from draftwing.models.adapters.adapter import Adapter, AdapterSlots
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.assign.spec import new_calibration
