@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,6 +68,10 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         return {"running": 1}
+
+    def sleep(self) -> Future[None]:
+        self.asked = Future[None]()
+        return self.asked
 
 
 class Posted(Worker):
@@ -145,6 +150,16 @@ def test_refusals_are_told(worker: Posted) -> None:
     assert worker.messages[0].error.param == "guided_regex"
     worker.does([request("x", wrong)])
     worker.until(lambda: Refused("x", "it is wrong") in worker.messages)
+
+
+@pytest.mark.parametrize("error", [OSError("no such file"), Panic("it is too much"), ConfigError("too large")])
+def test_what_a_future_raises_is_told(worker: Posted, error: BaseException) -> None:
+    worker.does(Ask(1, "sleep", ()))
+    assert not worker.messages
+    worker.engine.asked.set_exception(error)
+    own = isinstance(error, ConfigError)
+    words = "too large" if own else f"there is no answer: {type(error).__name__}: {error}"
+    assert refusal(worker.messages[0]) == (type(error) if own else GenerationError, words)
 
 
 def test_who_leaves_is_not_waited_for(worker: Posted) -> None:

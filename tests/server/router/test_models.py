@@ -205,6 +205,10 @@ async def test_a_start_that_fails_is_said_and_tried_again() -> None:
             await ask(models, "a")
         await asyncio.sleep(0.01)  # until its process is gone
         assert not machine.running and models.find("a").failure == "a tensor is missing"
+    machine.errors["a"] = TimeoutError("of its own")  # which is no `load_timeout`
+    with pytest.raises(EngineDead, match="'a' was not started: TimeoutError: of its own"):
+        await ask(models, "a")
+    await asyncio.sleep(0.01)
     machine.errors.clear()
     assert await ask(models, "a") == "a" and models.find("a").failure is None
 

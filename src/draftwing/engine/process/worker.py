@@ -268,7 +268,7 @@ class Worker:
             value = call()
         except (RequestError, GenerationError) as refused:
             error = refused
-        except Exception as other:
+        except BaseException as other:  # a future may have any
             if not failed:
                 raise
             if isinstance(other, DraftwingError):
@@ -277,7 +277,8 @@ class Worker:
                 logger.error("%s", failed, exc_info=other)
                 error = GenerationError(f"{failed}: {type(other).__name__}: {other}")
         if isinstance(value, Future):
-            value.add_done_callback(lambda done: self._answer(number, done.result))
+            # What is raised in a callback nobody sees.
+            value.add_done_callback(lambda done: self._answer(number, done.result, failed or "there is no answer"))
         else:
             self.post(Reply(number, value, error))
 

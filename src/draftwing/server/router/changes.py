@@ -53,9 +53,12 @@ class Changes:
 
 
 async def in_time(seconds: float, start: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of a start. Raises EngineDead for one that takes longer."""
+    """Returns the result of a start. Raises EngineDead for one that takes longer, or has a TimeoutError of its own."""
+    timeout = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds):
+        async with timeout:
             return await start
-    except TimeoutError:
-        raise EngineDead(f"it was not ready within {seconds:g} s (--load-timeout)") from None
+    except TimeoutError as error:
+        own = f"TimeoutError: {error}"
+        why = f"it was not ready within {seconds:g} s (--load-timeout)" if timeout.expired() else own
+        raise EngineDead(why) from error
