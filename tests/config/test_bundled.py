@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from reference.learnable import ENGINE, VOCAB, write_target
+from safetensors.torch import load_file, save_file
 
 from draftwing import LLM, ConfigError
 from draftwing.cli.main import main
 from draftwing.config.drafters import find_drafter, shipped_head
 from draftwing.config.options import Options
-from draftwing.config.trees import TreeShape, carried_shape, save_shape
-from draftwing.models.loader import load_model
+from draftwing.config.trees import TREE, TreeShape, carried_shape, save_shape
+from draftwing.engine.build import _for_engine
+from draftwing.engine.devices import pick_device
+from draftwing.models.loader import load_config, load_model
 from draftwing.train.checkpoint import save_head
 from draftwing.train.heads import new_eagle3_head
 from draftwing.train.settings import Run, Settings
@@ -192,6 +196,22 @@ def test_the_default_head_drafts_in_its_own_tree(shipped: Path, caplog: pytest.L
         "speculative decoding: EAGLE-3 (bundled head), at most 2 steps, topk 2, 5 draft tokens; "
         "--speculative-algorithm none turns it off"
     ]
+
+
+def test_a_head_with_masks_drafts_in_the_tree_of_one_pass(shipped: Path, tmp_path: Path) -> None:
+    """Which its file says, and not its config, where that asks for no tree."""
+    path, trees = Path("tiny"), list[tuple[int | None, ...]]()
+    for name, masks in (("plain", {}), ("masks", {"mask_hidden": torch.ones(8)})):
+        folder = shutil.copytree(shipped, tmp_path / name)
+        config = json.loads((folder / "config.json").read_text()) | {"mask_token_id": 5}
+        del config["draftwing"]
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(load_file(folder / "model.safetensors") | masks, folder / "model.safetensors")
+        given = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(folder)}
+        options = Options.from_kwargs(model="tiny", **given).resolve()
+        options, _ = _for_engine(options, path, load_config(path), pick_device("cpu"), None)
+        trees.append(tuple(getattr(options, name) for name in TREE))
+    assert trees[1] == (7, 4, 16) != trees[0]
 
 
 @pytest.mark.slow
