@@ -8,11 +8,14 @@ import re
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from changed import Changed
 
 SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
+MOST = 2  # cases of a slow test that `make test` runs, where other tests show the same of other cases
+THINNED = ("tests/engine", "tests/ops", "tests/spec", "tests/train")
 # Files that take ten seconds and more, the longest first.
 LONGEST = (
     "tests/engine/process/test_ranks.py", "tests/test_readme.py", "tests/train/test_command.py",
@@ -54,9 +57,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = set(getattr(item, "fixturenames", ()))
         if slower or fixtures & SLOW_FIXTURES or (interpreted and "triton" in item.nodeid):
             item.add_marker(pytest.mark.slow)
+    thin_out(items)
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     order = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (order.get(item.nodeid.partition("::")[0], len(order)), item.path not in slow))
+
+
+def thin_out(items: list[pytest.Item]) -> None:
+    """Marks as exhaustive all but a few cases of a slow test of THINNED. Which ones stay depends on the test's name, so
+    that tests with the same cases keep different ones."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name, marks = item.nodeid.partition("[")[0], {mark.name for mark in item.iter_markers()}
+        runs = not any(mark.args and mark.args[0] for mark in item.iter_markers("skipif"))
+        if runs and name.startswith(THINNED) and "slow" in marks and not marks & {"exhaustive", "timing", "gpu"}:
+            cases.setdefault(name, []).append(item)
+    for name, found in cases.items():
+        first = crc32(name.encode()) % len(found)
+        stay = {(first + i * len(found) // MOST) % len(found) for i in range(MOST)}
+        for i, item in enumerate(found):
+            if i not in stay:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

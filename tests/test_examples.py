@@ -55,6 +55,7 @@ def test_async_generation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert capsys.readouterr().out.splitlines() == ["Once upon a time", *echoes]
 
 
+@pytest.mark.exhaustive
 def test_structured_output(smollm2_path: Path) -> None:
     """With the default model: a random one writes escapes and spaces until it is cut."""
     found = script(EXAMPLES / "structured_output.py").main()

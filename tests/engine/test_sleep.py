@@ -121,7 +121,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
         pytest.param("none", 0.0, marks=pytest.mark.exhaustive),
         ("NGRAM", 0.8),
         pytest.param("EAGLE3", 0.8, marks=pytest.mark.exhaustive),
-        pytest.param("NEXTN", 0.0, marks=pytest.mark.slow),
+        pytest.param("NEXTN", 0.0, marks=pytest.mark.exhaustive),
     ],
 )
 def test_no_text_changes(model: Path, hybrid: Path, head: Path, device: Any, drafts: str, temperature: float) -> None:

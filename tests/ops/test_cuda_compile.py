@@ -111,6 +111,7 @@ def test_fp8(many: bool, every: bool, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.further(groups=2)
 @pytest.mark.further(every=True)
 @pytest.mark.parametrize("every", [False, True])
+@pytest.mark.further(groups=1)
 @pytest.mark.parametrize("groups", cuda_dense.GROUPS)
 def test_more_than_few_rows(groups: int, every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = cuda_dense.PARTS[groups]

@@ -138,7 +138,8 @@ for inputs, ends in ((4096, [4096, 5120, 6144]), (11008, [4096])):
 """
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(86, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("capability", [90, 86])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
 def test_adapters_compile(tmp_path: Path, capability: int) -> None:
     launches = compiled(ADAPTERS, tmp_path, capability)

@@ -97,7 +97,7 @@ def urls(folder: Path) -> Iterator[list[str]]:
         yield [one, other]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_slots_of_a_server(urls: list[str], folder: Path) -> None:
     url, other = urls
 

@@ -602,6 +602,7 @@ for launch in precompile.collect(pickle.load(sys.stdin.buffer)).launches:
 """
 
 
+@pytest.mark.exhaustive
 def test_kernels_that_store_activations_in_fp8_compile(job: Job, tmp_path: Path, printed_by: Printed) -> None:
     """Norms of layers and of delta nets, and gates of attention: before products whose weights are for such."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "linear_value_head_dim": 128}

@@ -226,8 +226,7 @@ def test_two_ranges_of_a_block(
 
 @on_host
 @pytest.mark.further(kind="plain", rows=[32, 544])
-@pytest.mark.further(kind=["plain", "add"], rows=416)  # eight seconds each
-@pytest.mark.further(early=EARLY, rows=416)
+@pytest.mark.further(rows=416)  # eight seconds each
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
 @pytest.mark.parametrize("rows, columns, ranges", [(96, 768, 2), (544, 384, 1), (32, 384, 1), (416, 1536, 4)])
 @pytest.mark.parametrize("early", [LATE, EARLY])

@@ -125,6 +125,7 @@ async def test_a_model_that_dies_takes_its_own_requests_alone(front: Process, ex
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.exhaustive
 async def test_models_sleep_and_wake_up(front: Process, expected: tuple[Path, Texts]) -> None:
     """Whatever is in flight is answered; one that is killed is started anew."""
     async with httpx.AsyncClient(base_url=front.url, timeout=SECONDS) as client:
@@ -151,6 +152,7 @@ async def test_models_sleep_and_wake_up(front: Process, expected: tuple[Path, Te
         assert await text("llama") == right
 
 
+@pytest.mark.exhaustive
 async def test_the_page_has_what_it_reads_of_a_model(front: Process) -> None:
     async with httpx.AsyncClient(base_url=front.url, timeout=SECONDS) as client:
         assert "main.js" in (await client.get("/")).text
