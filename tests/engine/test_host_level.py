@@ -363,7 +363,7 @@ def test_conversations_by_turns_on_ranks(model: Path, hybrid: Callable[[str], Pa
             assert found.tokens == expected.tokens
             cached += found.cached
             talks[at] += [*found.tokens, *tokens(20, 100 + turn)]
-        assert cached > 600 and came_back(engine) > 256
+        assert cached > 600 and came_back(engine) >= 128
 
 
 def test_pages_of_ranks_without_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

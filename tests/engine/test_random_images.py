@@ -114,6 +114,7 @@ def test_several_answers(folder: Path, seed: int) -> None:
     random_load.check(ONE, model, 2000 + seed, shown_to(processor), n=2 + seed % 4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.further(folder=[kind for kind in KINDS if kind != "gemma3"])
 @pytest.mark.further(n=1)

@@ -148,13 +148,13 @@ def test_heads_that_are_swapped_between_steps_change_no_token(case: Case) -> Non
     rig, turns = case.h.Rig(case.target, shapes=(TREE,), drafter=drafter, rows=5, lag=1), iter(range(1000))
 
     def swap(*args: Any) -> None:
-        if (turn := next(turns)) % 7 == 3:
+        if (turn := next(turns)) % 4 == 2:
             for executor in (rig.executor, *(other.executor for other in rig.executor.broadcast.others)):
                 executor.heads.load(turn, Path(f"{turn % 3}"))
             rig.executor.run_on_all_ranks(Executor.take_head, turn)
 
     assert rig.answer(case.prompts, case.params, between=swap).tokens == case.expected.tokens
-    assert next(turns) > 10 and rig.accept_length > 1.2
+    assert next(turns) > 7 and rig.accept_length > 1.2, "heads were swapped once or never"
 
 
 def meet(executor: Any) -> None:
@@ -163,8 +163,8 @@ def meet(executor: Any) -> None:
 
 def test_steps_before_the_first_request_leave_ranks_alike(case: Case) -> None:
     rig = case.h.Rig(case.target, shapes=(TREE,), drafter=case.drafter, rows=5)
-    (other,) = rig.executor.broadcast.others
     try_prompts(rig.executor, (TREE, PLAIN))
     rig.executor.run_on_all_ranks(meet)
-    kept = zip(rig.executor.calibration, other.executor.calibration, strict=True)
-    assert all(torch.equal(mine, theirs) for mine, theirs in kept)
+    for other in rig.executor.broadcast.others:
+        kept = zip(rig.executor.calibration, other.executor.calibration, strict=True)
+        assert all(torch.equal(mine, theirs) for mine, theirs in kept)

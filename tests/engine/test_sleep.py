@@ -422,6 +422,7 @@ def test_features_of_images_stay(kind: str, tmp_path: Path, monkeypatch: pytest.
     assert text(rig, 0) == first and images.runs == 2 and text(rig, 2) not in (first, other) and images.runs == 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.further(device="cpu")
 @pytest.mark.parametrize("drafts", ["NGRAM", pytest.param("NEXTN", marks=pytest.mark.exhaustive)])

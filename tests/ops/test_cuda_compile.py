@@ -120,7 +120,7 @@ def test_more_than_few_rows(groups: int, every: bool, tmp_path: Path, monkeypatc
     assert list(tmp_path.rglob("*.cubin"))
 
 
-@pytest.mark.further(ranges=[1, 2, 4])
+@pytest.mark.exhaustive  # a compiler of the host compiles it for its emulator
 @pytest.mark.further(dtype=torch.float16)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ranges", cuda_many.RANGES)

@@ -252,6 +252,7 @@ for all_at_once, seed in ((True, 1), (True, 2), (False, 2)):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_order_of_launches_does_not_matter() -> None:
     run = [sys.executable, "-c", HASHES]

@@ -172,6 +172,7 @@ print("done")
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(KERNELS is not None and not KERNELS.has_openmp, reason="torch brings no GNU OpenMP")
 def test_threads_stay_on_their_processors() -> None:

@@ -122,6 +122,7 @@ async def test_they_are_for_operators(hub: FakeHub) -> None:
             assert got.status_code == (400 if status == 404 else status)
 
 
+@pytest.mark.exhaustive
 async def test_a_pull_that_is_left_goes_on_later(hub: FakeHub, tmp_path: Path) -> None:
     hub.pause = len(WEIGHTS) // 2
     async with front(models_cache=True) as (client, _):
