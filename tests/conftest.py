@@ -15,7 +15,7 @@ from changed import Changed
 
 SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
 MOST = 2  # cases of a slow test that `make test` runs, where other tests show the same of other cases
-THINNED = ("tests/engine", "tests/ops", "tests/spec", "tests/train")
+THINNED = ("tests/engine", "tests/spec", "tests/train")  # of ops, planted faults in Triton would get through
 # Files that take ten seconds and more, the longest first.
 LONGEST = (
     "tests/engine/process/test_ranks.py", "tests/test_readme.py", "tests/train/test_command.py",
