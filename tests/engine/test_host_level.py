@@ -25,6 +25,7 @@ from draftwing.engine import host_level
 from draftwing.engine.engine import Engine
 from draftwing.errors import ConfigError
 from draftwing.kv.host_prefixes import HostPrefixes
+from draftwing.kv.prefix_store import PrefixStore
 from draftwing.kv.slot_bytes import SlotBytes
 from draftwing.requests.request import GenerationRequest
 
@@ -307,13 +308,22 @@ def test_both_levels_have_one_text(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3.5", marks=pytest.mark.slow)])
-def test_files_are_read_ahead(model: Path, hybrid: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
-    """On a device with memory of its own; those that are damaged change no text."""
+def test_files_are_read_ahead(
+    model: Path, hybrid: Callable[[str], Path], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device with memory of its own, each by a thread; those that are damaged change no text."""
     of, prompt = model if kind == "llama" else hybrid(kind), tokens(500)
     expected = once(of, None, prompt).tokens
-    cached = []
+    cached, waited, read = list[tuple[list[int], int]](), list[bytes](), PrefixStore.read
+
+    def noted(store: PrefixStore, digest: bytes) -> memoryview | None:
+        waited.append(digest)
+        return read(store, digest)
+
+    monkeypatch.setattr(PrefixStore, "read", noted)
     for at in range(4):
         cached.append(once(of, tmp_path, prompt, device=DistantCpu)[:2])
+        assert at == 3 or not waited, "the engine has read a file itself"
         if at == 2:
             path = next(path for path in tmp_path.rglob("*.kv") if path.stem.endswith("-100"))
             path.write_bytes(path.read_bytes()[:-1] + b"?")

@@ -8,34 +8,40 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
 from torch import Tensor
 
 from draftwing.kv.host_prefixes import HostCopies
 from draftwing.kv.prefix_store import PrefixStore
 
 THREADS = 16  # at most: as many make checksums about as fast as a GPU is copied to
-AHEAD = 2  # files for each of them
+AHEAD = 3  # files for each of them: one is read, one has been, and one is copied
+GROUPS = 4  # that all these files make, of which one goes to the device at once
 
 
 class ReadAhead:
     """One thread at a time may call it."""
 
-    def __init__(self, store: PrefixStore, copies: HostCopies, size: int) -> None:
-        """size: bytes of a block's file."""
+    def __init__(self, store: PrefixStore, copies: HostCopies, size: int, most: int) -> None:
+        """size: bytes of a block's file.  most: bytes that go to the device at once, or one file."""
         self._store, self._copies, self._size = store, copies, size
         self._count = AHEAD * min(os.cpu_count() or 1, THREADS)
+        self._group = max(min(self._count // GROUPS, most // size), 1)
         self._threads: ThreadPoolExecutor | None = None  # and buffers, from the first file on
         self._free = list[Tensor]()
         self._begun: dict[bytes, tuple[Tensor, Future[bool]]] = {}
         self._left = deque[tuple[Tensor, Callable[[], bool]]]()  # buffers, and whether nobody has them any more
+        self._single: tuple[bytes, Tensor, Future[bool]] | None = None
 
-    def read(self, digests: Sequence[bytes], tail: int) -> tuple[Tensor, Tensor] | None:
-        """Waits for a block's file, and has those behind it read meanwhile. digests: of the block, and of those that
-        are wanted next.  tail: bytes. Returns its bytes on the device, to where they are being copied, but for the last
-        `tail`, and these on the host; None where it is not what it should be."""
+    def read(self, digests: Sequence[bytes], tail: int, stop: Callable[[], bool]) -> tuple[Tensor, Tensor] | None:
+        """Waits for some blocks' files, and has those behind them read meanwhile: what the device is told of one block
+        takes longer than its copy. digests: of the first block, and of those that are wanted next.  tail: bytes.  stop:
+        whether to wait for no more than are there. Returns bytes of n blocks on the device [n, bytes], to where they
+        are being copied, but for the last `tail` of each, and these on the host; None where the first is not what it
+        should be."""
         self._begin(digests[: self._count])
         found = self._begun.pop(digests[0], None)
         if found is None:
@@ -44,15 +50,49 @@ class ReadAhead:
         if not loaded.result():
             self._free.append(buffer)
             return None
-        end = buffer[-tail:].clone()
-        there, done = self._copies.copy_in([buffer[:-tail]])
-        self._left.append((buffer, done))
-        return there, end
+        buffers = [buffer, *self._further(digests[1 : self._group], stop)]
+        ends = torch.stack([buffer[-tail:] for buffer in buffers])
+        there, done = self._copies.copy_in([buffer[:-tail] for buffer in buffers])
+        self._left += [(buffer, done) for buffer in buffers]
+        return there.view(len(buffers), -1), ends
+
+    def _further(self, digests: Sequence[bytes], stop: Callable[[], bool]) -> Iterator[Tensor]:
+        """Yields the buffers of the blocks behind the first one, as far as they are what they should be."""
+        for digest in digests:
+            found = self._begun.get(digest)
+            if found is None or (not found[1].done() and stop()) or not found[1].result():
+                return
+            del self._begun[digest]
+            yield found[0]
+
+    def begin_single(self, digest: bytes, size: int) -> None:
+        """Has a file read that is no block's. size: bytes. There is one of them; the one before is forgotten."""
+        stored = self._store.find(digest, size)
+        if stored is None or (self._single is not None and self._single[0] == digest):
+            return
+        buffer, threads = torch.empty(size, dtype=torch.uint8), self._open()
+        self._single = digest, buffer, threads.submit(self._store.load, stored, buffer.numpy().data)
+
+    def take_single(self, digest: bytes) -> memoryview | None:
+        """Waits for it. Returns its bytes; None where it was not begun, or is not what it should be."""
+        single, self._single = self._single, None
+        if single is None or single[0] != digest or not single[2].result():
+            return None
+        return single[1].numpy().data
+
+    def forget_single(self) -> None:
+        """Lets go of it, where it was begun."""
+        self._single = None
+
+    def _open(self) -> ThreadPoolExecutor:
+        """Returns the threads; the first call makes them and the buffers."""
+        if self._threads is None:
+            self._free += self._copies.host_memory(self._count * self._size).split(self._size)
+            self._threads = ThreadPoolExecutor(self._count // AHEAD, "draftwing-prefixes")
+        return self._threads
 
     def _begin(self, wanted: Sequence[bytes]) -> None:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._count // AHEAD, "draftwing-prefixes")
-            self._free += self._copies.host_memory(self._count * self._size).split(self._size)
+        threads = self._open()
         for digest in self._begun.keys() - wanted:  # of a request that ended
             buffer, loaded = self._begun.pop(digest)
             loaded.cancel()
@@ -69,4 +109,4 @@ class ReadAhead:
             stored = self._store.find(digest, self._size)
             if stored is not None:
                 buffer = self._free.pop()
-                self._begun[digest] = buffer, self._threads.submit(self._store.load, stored, buffer.numpy().data)
+                self._begun[digest] = buffer, threads.submit(self._store.load, stored, buffer.numpy().data)

@@ -28,12 +28,13 @@ from draftwing.config.options import Options
 from draftwing.core import IntArray
 from draftwing.engine.build import Parts
 from draftwing.engine.cached_texts import SavedText, WaitingTexts, cached_parts
-from draftwing.engine.host_level import HostLevel
+from draftwing.engine.host_level import GROUPS, HostLevel
 from draftwing.engine.host_share import slot_bytes
 from draftwing.engine.prefix_identity import identity_of, namespace_of
 from draftwing.engine.provenance import Provenance
 from draftwing.engine.read_ahead import ReadAhead
 from draftwing.engine.saved_slots import SavedSlots
+from draftwing.engine.startup.memory import FLYING
 from draftwing.errors import ConfigError, GenerationError
 from draftwing.kv.prefix_index import BLOCK, PrefixIndex, block_digests, kept_in, owner_of, reachable, state_digest
 from draftwing.kv.prefix_store import PrefixStore
@@ -71,7 +72,9 @@ class SavedPrefixes:
         self._slots, self._states = slot_bytes(parts.executor)
         self._host = HostLevel(parts, self._slots, self._states, host_size) if host_size else None
         device, size = parts.executor.device, (self._slots.each + 1) * BLOCK
-        self._ahead = ReadAhead(store, device, size) if store is not None and device.has_own_memory else None
+        self._ahead = None
+        if store is not None and device.has_own_memory:
+            self._ahead = ReadAhead(store, device, size, device.total_memory() // FLYING // GROUPS)
         found = (None if self._host is None else self._host.store), store
         self._levels: list[PrefixIndex] = [one for one in found if one is not None]
         most = 2 * parts.sched.config.slots
@@ -251,6 +254,8 @@ class SavedPrefixes:
                 return
         until = time.monotonic() + self._sched.pause
         self._returning = [one for one in self._returning if one.req.state is ReqState.WAITING]
+        if not self._returning and self._ahead is not None:
+            self._ahead.forget_single()
         while self._returning:
             one = min(self._returning, key=lambda one: one.req.rank)
             begun = one.end
@@ -278,6 +283,9 @@ class SavedPrefixes:
         """Returns whether it was the last part. stop: asked after each file."""
         req, found, begun = one.req, one.digests, one.end
         one.before = one.before if begun else self._kv.cached(req)
+        state = state_digest(found[-1])
+        if self._ahead is not None and self._stateful and not (self._host is not None and state in self._host.store):
+            self._ahead.begin_single(state, self._states.each)
         end = self._kv.bring_back(req, len(found) * BLOCK, lambda start, slots: self._fill(one, start, slots, stop))
         one.end = max(end, begun)
         if begun < end < len(found) * BLOCK and not one.failed:
@@ -298,28 +306,30 @@ class SavedPrefixes:
             digests, first, left = one.digests[end // BLOCK :], end % BLOCK, slots[end - start :]
             count = 0 if self._host is None else self._host.fill(digests, first, left)
             self.restored_from_host += count
-            count = count or self._fill_from_disk(digests, first, left[: BLOCK - first])
+            count = count or self._fill_from_disk(digests, first, left, stop)
             one.failed = not count
             end += count
             if stop():
                 break
         return end
 
-    def _fill_from_disk(self, digests: Sequence[bytes], first: int, slots: IntArray) -> int:
+    def _fill_from_disk(self, digests: Sequence[bytes], first: int, slots: IntArray, stop: Callable[[], bool]) -> int:
         """Fills slots with the first of these blocks, from a position in it on. Returns how many."""
         if self._store is None:
             return 0
-        ahead = None if self._ahead is None else self._ahead.read(digests, BLOCK)
+        ahead = None if self._ahead is None else self._ahead.read(digests, BLOCK, stop)
         if ahead is not None:
-            self._slots.scatter(self._upload(slots), ahead[0].view(1, -1), first)
-            seen = ahead[1].numpy()
+            slots = slots[: len(ahead[0]) * BLOCK - first]
+            self._slots.scatter(self._upload(slots), ahead[0], first)
+            seen = ahead[1].flatten().numpy()
         else:
             data = self._store.read(digests[0])
             if data is None or len(data) != (self._slots.each + 1) * BLOCK:
                 return 0
+            slots = slots[: BLOCK - first]
             self._slots.write(self._upload(slots), data[:-BLOCK], first)
             seen = np.frombuffer(data[-BLOCK:], np.uint8)
-        self._sched.catch_ups.prompts.note_seen(slots, seen.view(np.bool_)[first:])
+        self._sched.catch_ups.prompts.note_seen(slots, seen.view(np.bool_)[first : first + len(slots)])
         return len(slots)
 
     def _bring_back_state(self, req: Req, digests: list[bytes]) -> list[bytes]:
@@ -329,7 +339,9 @@ class SavedPrefixes:
             digest = state_digest(digests[-1])
             if self._host is not None and self._host.fill_state(digest, slot):
                 return True
-            data = None if self._store is None else self._store.read(digest)
+            data = None if self._ahead is None else self._ahead.take_single(digest)
+            if data is None:
+                data = None if self._store is None else self._store.read(digest)
             if data is None or len(data) != self._states.each:
                 return False
             self._states.write(self._upload(_one(slot)), data)

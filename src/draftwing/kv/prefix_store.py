@@ -30,6 +30,7 @@ _MAGIC: Final = b"DWPREFIX"
 _HEADER: Final = struct.Struct(f"<8sI{DIGEST}s{DIGEST}s{DIGEST}s{OWNER}sIQI")
 _CHECK: Final = 16  # bytes of the header's own checksum
 _START: Final = 128  # bytes before the content
+_PIECE: Final = 1 << 21  # bytes that are checked while a cache has them; with less, threads wait for turns of Python
 _NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{1,8})\.kv")
 _FOLDER: Final = re.compile(r"prefixes-v(\d+)-[0-9a-f]{32}")
 _NAMED: Final = 0.5  # of the limit: the most that clients may have saved by name, which stays
@@ -113,7 +114,7 @@ class PrefixStore(PrefixIndex):
         partial, lock = self._partial()
         try:
             with lock, open(lock.fileno(), "wb", buffering=0, closefd=False) as file:
-                for part in (_header(self._identity, entry, data), memoryview(data).cast("B")):
+                for part in (_header(self._identity, entry, len(data), zlib.crc32(data)), memoryview(data).cast("B")):
                     while len(part):
                         part = part[file.write(part) :]
                 partial.rename(self._path(entry))
@@ -150,7 +151,7 @@ class PrefixStore(PrefixIndex):
         except OSError:
             self._drop(stored)
             return None
-        if start != _header(self._identity, stored.entry, data):
+        if start != _header(self._identity, stored.entry, len(data), zlib.crc32(data)):
             self._remove(stored)
             return None
         return data
@@ -163,15 +164,16 @@ class PrefixStore(PrefixIndex):
     def load(self, stored: Stored, into: memoryview) -> bool:
         """Fills `into` with a file's content; any thread may do so at any time. Returns whether it is what was
         written; what is not is left to `read`."""
-        at = 0
+        at = check = 0
         try:
             with self._path(stored.entry).open("rb", buffering=0) as file:
                 start = file.read(_START)
-                while at < len(into) and (got := file.readinto(into[at:])):
+                while at < len(into) and (got := file.readinto(into[at : at + _PIECE])):
+                    check = zlib.crc32(into[at : at + got], check)
                     at += got
         except OSError:
             return False
-        return at == len(into) and start == _header(self._identity, stored.entry, into)
+        return at == len(into) and start == _header(self._identity, stored.entry, at, check)
 
     def use(self, digests: Sequence[bytes]) -> None:
         """Notes that files are of use now."""
@@ -264,8 +266,7 @@ def _name(entry: Entry) -> str:
     return f"{entry.digest.hex()}-{entry.parent.hex()}-{entry.owner.hex()}-{entry.end:x}.kv"
 
 
-def _header(identity: bytes, entry: Entry, data: bytes | memoryview) -> bytes:
-    fields = _HEADER.pack(
-        _MAGIC, VERSION, identity, entry.digest, entry.parent, entry.owner, entry.end, len(data), zlib.crc32(data)
-    )
+def _header(identity: bytes, entry: Entry, size: int, check: int) -> bytes:
+    """size, check: of the content, whose CRC-32 that is."""
+    fields = _HEADER.pack(_MAGIC, VERSION, identity, entry.digest, entry.parent, entry.owner, entry.end, size, check)
     return (fields + digest_of(fields, size=_CHECK)).ljust(_START, b"\0")
