@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,25 @@ def test_plans() -> None:
     assert plan(16, 33, 33, False).exact, "paths are too long to be looked for"
     assert plan(1, 4, 4, True)[:3] == (True, False, 16)  # a chain's rows are one tile
     assert plan(16, 32, 6, True, context_rows=0)[:3] == (True, False, 16)
+
+
+def test_long_page_tables_on_a_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees of four requests with 131,072 positions are shared by all multiprocessors of an H200, as those of one."""
+
+    def lanes(memory: int, batch: int) -> int:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+        room = attention.partial_bytes(torch.device("cuda"))
+        assert room.bit_count() == 1 and room <= max(attention.PARTIAL_BYTES, memory // attention.PARTIAL_SHARE)
+        how = attention.plan(
+            batch, 16, 6, 32, pool_layer(8, 128), 131072, 16, True, common.TILING_HOPPER, room=room
+        )  # fmt: skip
+        assert batch * 16 * 32 * how.parts * 128 * 4 <= room
+        return int(how.lanes)
+
+    h200, small = 150_100_000_000, 24_000_000_000
+    assert [lanes(h200, batch) for batch in (1, 4, 8, 16)] == [16, 4, 2, 1]
+    assert [lanes(small, batch) for batch in (1, 4)] == [16, 1], "partial results would take too much"
+    assert attention.partial_bytes(torch.device("cpu")) == attention.PARTIAL_BYTES
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -52,6 +52,7 @@ class Job(NamedTuple):
     dtype: torch.dtype
     kv_dtype: torch.dtype
     capability: tuple[int, int]  # of the device
+    memory: int  # bytes of the device
 
 
 class Compiler:

@@ -26,7 +26,6 @@ MAX_DELAY_RATIO = 8  # of the time that passed, one part in so many is own whate
 GRAPH_SECONDS = 4.0  # for replays of graphs
 REPLAYS = 3  # of a step with graphs, whose median counts
 # Tokens of each row. On an H200 the first two alone made a key cost a single row three times what it does with 16,000.
-# Tokens of each row. On an H200 the first two alone made a key cost a single row three times what it does with 16,000.
 CONTEXTS = (1024, 4096, 16384)
 CONTEXT_SIZES = (1, 8, 32)  # batches that are measured with them, beside the largest
 STEPS = 3  # without graphs, or turns of them, of each kind: the first one makes constants and memory, see `_typical`

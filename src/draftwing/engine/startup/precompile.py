@@ -121,7 +121,7 @@ def _say(engine: Connection, *words: str) -> None:
 def _compile(job: Job, say: Callable[[str, str], None]) -> None:
     """say: is told the stages all of whose kernels are compiled, in their order, and what that took."""
     started, running, told = time.monotonic(), list[Future[Any]](), set[str]()
-    leave_gpu(job.capability)
+    leave_gpu(job.capability, job.memory)
     count = max(1, min(processors().threads - 1, _MAX_PROCESSES))
     with ThreadPoolExecutor(1) as teller, ProcessPoolExecutor(count, get_context("fork")) as pool:
 
@@ -148,12 +148,15 @@ def _compile(job: Job, say: Callable[[str, str], None]) -> None:
             one.result()
 
 
-def leave_gpu(capability: tuple[int, int]) -> None:
-    """Has Triton compile for such a device from now on, in a process that uses none."""
+def leave_gpu(capability: tuple[int, int], memory: int) -> None:
+    """Has Triton compile for a device with so much memory from now on, in a process that uses none."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
+    from draftwing.ops.triton.common import leave_memory
+
     driver.set_active(_Driver(GPUTarget("cuda", capability[0] * 10 + capability[1], 32)))
+    leave_memory(memory)
 
 
 def collect(
@@ -176,7 +179,7 @@ def collect(
         found(launches[-1])
         return True  # there is no need to compile it
 
-    leave_gpu(job.capability)
+    leave_gpu(job.capability, job.memory)
     knobs.runtime.jit_cache_hook = note
     try:
         model = model_without_data(job)

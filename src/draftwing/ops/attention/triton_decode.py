@@ -29,11 +29,21 @@ from draftwing.ops.attention.triton_common import (
 )
 from draftwing.ops.attention.triton_groups import CHUNK, NODES, TreeGroups, tree_groups
 from draftwing.ops.attention.triton_tree import ragged_tiles, tree_kernel
-from draftwing.ops.triton.common import keep_cache, launch_options
+from draftwing.ops.triton.common import keep_cache, launch_options, memory_of
 
 WINDOW_BYTES = 16 << 10  # most of a masked window's keys: they lie in shared memory, and so do their values
 WINDOW_DEPTH = 32  # longest path that is looked for in a masked window: the search is unrolled
-PARTIAL_BYTES = 256 << 20  # most memory for partial results; where they need more, a tile is one program's work
+PARTIAL_BYTES = 256 << 20  # of memory for partial results at least; where they need more, a tile is one program's work
+PARTIAL_SHARE = 128  # of a GPU's memory they may take one part in so many, which on large ones is more
+
+
+def partial_bytes(device: torch.device) -> int:
+    """Returns the most bytes of partial results at a time, a power of two. A workspace takes up to twice as many, with
+    those that it has outgrown.
+
+    Four trees of 16 nodes of an 8B Llama with 131,072 positions need 281 MB. In one program for each tile and row they
+    leave three of four multiprocessors without work."""
+    return max(PARTIAL_BYTES, 1 << max(memory_of(device) // PARTIAL_SHARE, 1).bit_length() - 1)
 
 
 class Workspace:
@@ -42,6 +52,7 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.room = partial_bytes(device)  # of one launch's partial results
         self._kept: dict[str, Tensor] = {}
         self._outgrown: list[Tensor] = []  # captured graphs still name their addresses
 
@@ -67,11 +78,11 @@ class Plan(NamedTuple):
 
 def plan(
     batch: int, queries: int, depth: int, heads: int, kv: Tensor, positions: int, window: int, exact: bool,
-    tiling: Tiling, reach: int = 0,
+    tiling: Tiling, reach: int = 0, room: int = PARTIAL_BYTES,
 ) -> Plan:  # fmt: skip
     """queries: of a tree, of ragged ones on average. positions: of a page table. exact: its bits are wanted; what it
     gives is exact also where that is as fast, and where there is no room for a masked window. reach:
-    most positions that a query sees, 0: all before it."""
+    most positions that a query sees, 0: all before it. room: bytes for partial results."""
     _, kv_heads, parts, dim = kv.shape
     row = padded(dim) if parts == 2 else dim // 2  # of keys, as of values, which may be a part of them
     rows_all = queries * heads // kv_heads  # of a key head
@@ -95,7 +106,7 @@ def plan(
     limit = tiling.context_programs if two or rows >= 64 else tiling.programs
     touched = min(splits, triton.cdiv(reach + depth, tiling.short) + 1) if reach else splits
     lanes = max(1, min(limit // programs(rows), touched))
-    if batch * queries * heads * splits * dim * 4 > PARTIAL_BYTES:
+    if batch * queries * heads * splits * dim * 4 > room:
         lanes = 1
     return Plan(exact, two, rows, lanes, splits if lanes > 1 else 2 if two else 0)
 
@@ -162,7 +173,10 @@ def tree_attention(
     assert q.stride(2) == 1 and q.stride(1) == dim + more and kv.is_contiguous() and out.is_contiguous()
     assert table.stride(1) == 1 and path.is_contiguous() and path_len.is_contiguous() and fits(q, kv)
     assert tiling.tier % tiling.short == 0 == tiling.short % tiling.unit and tiling.long % tiling.unit == 0
-    how = plan(triton.cdiv(total, mean), mean, depth, heads, kv, table.shape[1], window, exact, tiling, abs(kind.reach))
+    how = plan(
+        triton.cdiv(total, mean), mean, depth, heads, kv, table.shape[1], window, exact, tiling, abs(kind.reach),
+        workspace.room,
+    )  # fmt: skip
     single, own_lanes = queries == depth == 1, CHUNK
     if how.exact and not single:
         if groups is None:

@@ -58,6 +58,21 @@ def is_hopper() -> bool:
     return target.backend == "cuda" and target.arch == 90
 
 
+_ABSENT_GPU = {"memory": 0}  # of the one for which this process compiles without having it
+
+
+def leave_memory(memory: int) -> None:
+    """Has tensors without data be those of a GPU with so many bytes from now on."""
+    _ABSENT_GPU["memory"] = memory
+
+
+def memory_of(device: torch.device) -> int:
+    """Returns bytes of a GPU, also of the one for which kernels are compiled; 0 where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return _ABSENT_GPU["memory"] if device.type == "meta" else 0
+
+
 @triton.jit
 def fast_divided(x, y):
     """x / y as CUDA's __fdividef gives it"""

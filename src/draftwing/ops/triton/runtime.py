@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from draftwing.ops.attention.triton_decode import partial_bytes
 from draftwing.ops.peer_sums import triton as peers
 from draftwing.ops.peer_sums.memory import Exchange, NoPeers
 from draftwing.ops.runtime import PeerSums, Runtime
@@ -19,13 +20,13 @@ class TritonRuntime(Runtime):
 
     name = "triton"
     reads_half_pool_in_fp32 = False
-    attention_bytes = 512 << 20
     batch_invariant = True
     exact_by_design = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.compute_capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        self.attention_bytes = 2 * partial_bytes(device)
         self.reads_fp8_pool = (self.compute_capability or _FP8) >= _FP8
 
     def peer_sums(self, rank: int, ranks: int, exchange: Exchange) -> PeerSums | str:
