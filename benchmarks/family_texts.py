@@ -2,11 +2,12 @@
 random weights made from its config. How many of 80 are the same tokens?
 
     python benchmarks/family_texts.py [--families gemma4-12b,..] [--formats none,fp8] [--seconds 150] [--out FILE]
+        [option=value ...]
 
 First without drafts, one request at a time. Then with each drafter as a chain and as a tree, 16 requests at once,
 beside prompts in the same step, with half of each prompt in the cache. Each engine answers all prompts twice: SUFFIX
 knows the second time what comes, so most of its drafts are accepted. A family is a process, `--at-once` of them run.
-FILE has what is known so far, after each engine.
+FILE has what is known so far, after each engine. Options are those of all engines, such as tp_size=2.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "src"), str(ROOT / "tests")]
 
 from hybrid_gpu import config_of  # noqa: E402
-from load_runs import listed  # noqa: E402
+from load_runs import listed, options_of  # noqa: E402
 from reference import hf_configs as real  # noqa: E402
 from tiny_checkpoint import write_tokenizer  # noqa: E402
 
@@ -163,7 +164,7 @@ def answers(folder: Path, args: argparse.Namespace, at_once: int, **options: Any
         "device": args.device, "load_format": "dummy", "dtype": "bfloat16", "max_total_tokens": 65536, "random_seed": 1,
         "max_running_requests": at_once, "chunked_prefill_size": 256, "log_level": "warning",
         "quantization": args.format,
-    }  # fmt: skip
+    } | options_of(args.options)  # fmt: skip
     started = time.monotonic()
     with LLM(str(folder), **(given | options)) as llm:
         loaded = time.monotonic()
@@ -210,6 +211,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("family_texts.json"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--format", help=argparse.SUPPRESS)
+    parser.add_argument("options", nargs="*", metavar="option=value", help="of all engines")
     args = parser.parse_args()
     if args.one:
         one_family(args)
@@ -221,7 +223,7 @@ def main() -> None:
         while todo and len(running) < args.at_once:
             form, name = key = todo.pop(0)
             command = [sys.executable, __file__, "--one", name, "--format", form, "--device", args.device]
-            command += ["--count", str(args.count), "--tokens", str(args.tokens)]
+            command += ["--count", str(args.count), "--tokens", str(args.tokens), *args.options]
             log = logs / f"{form} {name}"
             with log.open("w") as file, log.with_suffix(".err").open("w") as errors:
                 running[key] = subprocess.Popen(command, stdout=file, stderr=errors, text=True), log
