@@ -88,6 +88,16 @@ def test_layers_with_names_of_others_do_not_draft(
     assert chosen(folder, speculative_algorithm="NEXTN") == ("NEXTN", None)
 
 
+def test_layers_of_other_sizes_do_not_draft(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = reference("qwen3.5")
+    weights = layer_weights(theirs)
+    folder = with_layer(tmp_path, theirs, weights | {"mtp.fc.weight": weights["mtp.fc.weight"].repeat(2, 1)})
+    with caplog.at_level(logging.WARNING):
+        assert chosen(folder) == ("none", None)
+    assert "cannot be loaded, so nothing is drafted: " in caplog.text
+    assert "mtp.fc.weight: expected shape [64, 128], found [128, 128]" in caplog.text
+
+
 @pytest.mark.parametrize("gguf", [False, True])
 def test_layers_that_are_said_to_be_there_and_are_not(
     tmp_path: Path, gguf: bool, caplog: pytest.LogCaptureFixture

@@ -27,7 +27,7 @@ from draftwing.models.gguf_tensors import own_layers, tensors
 from draftwing.models.heads.config import same
 from draftwing.models.heads.mtp import check_trainable, mtp_head_of, stored_layers
 from draftwing.models.hub import resolve_model
-from draftwing.models.loader import Stored, load_config
+from draftwing.models.loader import Stored, check_shape, load_config
 from draftwing.models.quantised.read import assembled
 from draftwing.models.weight_map import (
     MTP,
@@ -67,12 +67,17 @@ def with_own_layers(options: Options, path: Path, config: ModelConfig) -> Option
 
 def _loads(path: Path, config: ModelConfig) -> bool:
     """Returns whether prediction layers in a model's files, or in one next to them, are what is read here, by the names
-    of their tensors; says why where they are not."""
-    target = DecoderModel(config, torch.bfloat16, "meta")
+    and shapes of their tensors; says why where they are not."""
+    target, why = DecoderModel(config, torch.bfloat16, "meta"), ""
     try:
         own = mtp_tensors(path, target, False, True)
-        missing = set(mtp_head_of(own, target, torch.bfloat16, config.weight_format).names()) - set(own)
-        why = f"tensors are missing: {listed(sorted(missing))}" if missing else ""
+        head = mtp_head_of(own, target, torch.bfloat16, config.weight_format)
+        table, params = head.names(), dict(head.named_parameters(remove_duplicate=False))
+        if missing := set(table) - set(own):
+            why = f"tensors are missing: {listed(sorted(missing))}"
+        for name, part in table.items() if not missing else ():
+            value = own[name] if part.order is None else part.order.of(name, own[name])
+            check_shape(name, value, part.of(params[part.param]))
     except CheckpointError as error:
         why = str(error)
     if why:
