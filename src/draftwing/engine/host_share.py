@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from draftwing.core import IntArray
 from draftwing.engine.executor import Executor
+from draftwing.engine.startup.memory import FLYING
 from draftwing.kv.host_share import HostShare, Places
 from draftwing.kv.slot_bytes import SlotBytes
 
@@ -22,10 +23,11 @@ def slot_bytes(executor: Executor) -> tuple[SlotBytes, SlotBytes]:
 
 def open_share(executor: Executor, count: int, of_state: int) -> bool:
     """Takes the memory of a rank from 1 on. Returns whether all ranks have theirs."""
-    ranks, there = executor.model.ranks, 1
+    ranks, device, there = executor.model.ranks, executor.device, 1
     if ranks.rank:
         try:
-            executor.host_share = HostShare(executor.device, *slot_bytes(executor), count, of_state)
+            most = device.total_memory() // FLYING
+            executor.host_share = HostShare(device, *slot_bytes(executor), count, of_state, most)
         except RuntimeError:
             there = 0
     return ranks.least(there) > 0

@@ -27,27 +27,32 @@ class Uploads(HostCopies, Protocol):
 
 
 class _Flight(NamedTuple):
-    """done: whether copies have arrived, of these pages.  held: what has to stay meanwhile."""
+    """done: whether copies have arrived, of these pages.  held: what has to stay on the device meanwhile."""
 
     done: Callable[[], bool]
     pages: frozenset[int]
-    held: object
+    held: Tensor | None
 
 
 class HostShare:
     """The pages, and copies from and to them."""
 
-    def __init__(self, device: Uploads, slots: SlotBytes, states: SlotBytes, count: int, of_state: int) -> None:
-        """count: of pages.  of_state: that a snapshot takes. Raises RuntimeError where the memory cannot be had."""
-        self._device, self.slots, self.states = device, slots, states
+    def __init__(
+        self, device: Uploads, slots: SlotBytes, states: SlotBytes, count: int, of_state: int, most: int
+    ) -> None:
+        """count: of pages.  of_state: that a snapshot takes.  most: bytes on their way to the host from which on others
+        wait. Raises RuntimeError where the memory cannot be had."""
+        self._device, self.slots, self.states, self._most = device, slots, states, most
         size = max(self.slots.each * BLOCK, -(-self.states.each // max(of_state, 1)))
         self._pages = HostPages(device, size, count)
         self._flights = list[_Flight]()
 
     @torch.inference_mode()
     def keep(self, kept: SlotBytes, slots: IntArray, places: Places) -> None:
-        """Starts to copy slots [parts * n] to the host."""
+        """Starts to copy slots [parts * n] to the host. Rank 0 waits for copies of its own alone, so this one waits
+        where its memory would be full of what has not left."""
         self.settle(places)
+        self._wait(lambda: sum(one.held.nbytes for one in self._flights if one.held is not None) >= self._most)
         rows = kept.gather(self._device.upload(slots), len(places))
         done = self._pages.copy_out(rows, places)
         self._flights.append(_Flight(done, _numbers(places), rows))
@@ -64,11 +69,14 @@ class HostShare:
     def settle(self, places: Places | None = None) -> None:
         """Waits until all copies from and to these pages have arrived; None: any page."""
         wanted = None if places is None else _numbers(places)
-        left = [flight for flight in self._flights if not flight.done()]
-        while any(wanted is None or flight.pages & wanted for flight in left):
+        self._wait(lambda: any(wanted is None or flight.pages & wanted for flight in self._flights))
+
+    def _wait(self, too_early: Callable[[], bool]) -> None:
+        """Waits for copies as long as that is so."""
+        self._flights = [flight for flight in self._flights if not flight.done()]
+        while too_early():
             time.sleep(POLL)
-            left = [flight for flight in left if not flight.done()]
-        self._flights = left
+            self._flights = [flight for flight in self._flights if not flight.done()]
 
 
 def _numbers(places: Places) -> frozenset[int]:
