@@ -453,6 +453,15 @@ def test_one_expert_is_none() -> None:
     assert from_hf({**config, "num_experts": 1}).experts is None and from_hf(config).experts is not None
 
 
+def test_keys_of_jamba_that_older_files_have() -> None:
+    """Without norms of step sizes, B and C it is another model."""
+    config = published("jamba-1.5-mini")
+    older = {"mamba_inner_layernorms": True, "n_ctx": 262144, "calc_logits_for_entire_prompt": False}
+    assert from_hf({**config, **older}) == from_hf(config)
+    with pytest.raises(CheckpointError, match="mamba_inner_layernorms = False is not supported"):
+        from_hf({**config, "mamba_inner_layernorms": False})
+
+
 def test_what_a_config_leaves_out_is_as_its_family_has_it() -> None:
     bare = {k: v for k, v in GPT_OSS_20B.items() if k not in ("attention_bias", "rms_norm_eps")}
     assert from_hf(bare) == from_hf(GPT_OSS_20B)

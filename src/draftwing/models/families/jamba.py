@@ -72,7 +72,8 @@ FAMILIES = {
         neutral={
             **dict.fromkeys(("num_logits_to_keep", "use_mamba_kernels", "use_mambapy", "use_associative_scan")),
             "mamba_proj_bias": (False,),
-            "rope_theta": None,
+            "mamba_inner_layernorms": (True,),
+            **dict.fromkeys(("rope_theta", "n_ctx", "calc_logits_for_entire_prompt")),
         },
     ),
 }
