@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from reference.block_heads import dflash2_head, dflash_head, domino_head
-from reference.checkpoints import llama_target, qwen2_target
+from reference.checkpoints import Checkpoint, eagle2_head, eagle3_head, llama_target, qwen2_target
 from reference.learnable import ENGINE, VOCAB, drafting, write_target
 from safetensors import safe_open
 
@@ -263,6 +263,34 @@ def test_a_head_of_other_layers_and_width(tmp_path):
     for ids in (torch.tensor([3, 3]), torch.tensor([5, 2]), torch.tensor([1, V])):
         with pytest.raises(ConfigError, match="ascending"):
             new_eagle3_head(target, ids)
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize(
+    ("keys", "window"),
+    [
+        ({"layer_types": ["sliding_attention"], "sliding_window": 5}, 5),
+        ({"max_position_embeddings": ...}, 0),  # nobody knows how many it knows
+    ],
+)
+def test_a_head_that_is_trained_on_sees_as_far_as_before(
+    kind: str, keys: dict[str, Any], window: int, tmp_path: Path
+) -> None:
+    plain = llama_target(0, num_hidden_layers=8, max_position_embeddings=4096)
+    target = load_model(plain.write(tmp_path / "target"), torch.float32, "cpu")
+    published = {"EAGLE": eagle2_head, "EAGLE3": eagle3_head}[kind](plain)
+    config = published.config | {"max_position_embeddings": 4096} | keys
+    said = {key: value for key, value in config.items() if value is not ...}
+    folder = Checkpoint(published.tensors, said).write(tmp_path / "head")
+
+    def reach() -> int:
+        head = load_draft_head(folder, target, kind, torch.float32, "cpu")
+        (layer,) = head.config.layers
+        return layer.mixer.window
+
+    assert reach() == window
+    save_head(load_head(folder, target, kind, 100), folder)
+    assert reach() == window
 
 
 def test_the_ends_of_a_target_are_enough(tmp_path):

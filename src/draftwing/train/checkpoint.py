@@ -87,6 +87,10 @@ def head_config(head: FeatureHead, dtype: torch.dtype) -> dict[str, Any]:
     classes = ["LlamaForCausalLMEagle3"] if isinstance(head, Eagle3Head) else _EAGLE_CLASSES
     keys = {"architectures": classes, "model_type": "llama", **_sizes(config, dtype)}
     keys |= {"attention_bias": False, "mlp_bias": False, "bias": head.fc is not None and head.fc.bias is not None}
+    windows = [mixer.window for mixer in (one.mixer for one in config.layers) if isinstance(mixer, AttentionConfig)]
+    if any(windows):
+        kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+        keys |= {"layer_types": kinds, "sliding_window": max(windows)}
     if isinstance(head, EagleHead):
         return keys | ({"qkv_bias": True} if config.attention.qkv_bias else {})
     eagle, layers = head.eagle, head.target.config.num_layers
@@ -96,10 +100,6 @@ def head_config(head: FeatureHead, dtype: torch.dtype) -> dict[str, Any]:
     keys |= {key: True for key in switches if getattr(eagle, key)}
     if eagle.mask is not None:
         keys["pard_token"] = eagle.mask
-    windows = [mixer.window for mixer in (one.mixer for one in config.layers) if isinstance(mixer, AttentionConfig)]
-    if any(windows):
-        kinds = ["sliding_attention" if window else "full_attention" for window in windows]
-        keys |= {"layer_types": kinds, "sliding_window": max(windows)}
     ids = aux_layer_ids(eagle.aux_layers, layers) if eagle.fused else None
     if not eagle.fused:
         keys["eagle_config"] = {"use_aux_hidden_state": False}

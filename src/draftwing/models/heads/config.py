@@ -119,6 +119,13 @@ def within_known(config: ModelConfig, raw: Mapping[str, Any], target: ModelConfi
     return replace(config, layers=tuple(replace(layer, mixer=near(layer.mixer)) for layer in config.layers))
 
 
+def with_positions(config: ModelConfig, raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:
+    """Returns the config of a head to be trained further: one that does not say how many positions it knows is served
+    for all of the target's (`within_known`), and is still when its config says some."""
+    known = raw.get("max_position_embeddings") is not None
+    return config if known else replace(config, max_positions=target.max_positions)
+
+
 def config_of_layers(raw: Mapping[str, Any], layers: int) -> ModelConfig:
     """Returns the config of so many layers with these flat keys."""
     elsewhere = [*_BY_WEIGHTS]

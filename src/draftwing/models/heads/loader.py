@@ -49,6 +49,7 @@ from draftwing.models.heads.config import (
     eagle3_config,
     read_config,
     same,
+    with_positions,
     within_known,
 )
 from draftwing.models.heads.eagle import Eagle3Head, EagleHead, first_layer_name
@@ -154,8 +155,8 @@ def load_draft_head(
         raw = read_config(path)
         config = replace(draft_config(raw, weights), weight_format=weight_format, vocab_format=weight_format)
         check_target(config, raw, target, kind == "eagle3")
-        if kind in ("eagle", "eagle3") and not trains:
-            config = within_known(config, raw, target.config)
+        if kind in ("eagle", "eagle3"):
+            config = (with_positions if trains else within_known)(config, raw, target.config)
         if kind in ("dflash", "dflash2", "dspark"):
             head = BlockHead(config, block_config(config, raw, weights, target), target, dtype, "meta")
         elif kind == "eagle3":
