@@ -189,6 +189,30 @@ KINDS: dict[str, Kind] = {
         },
     ),
 }
+# Of which the GEMMs of a GPU's deterministic mode take all matrices of the decoder.
+ON_GPU: dict[str, Kind] = {
+    "qwen3.5 on a gpu": Kind(
+        "Qwen3_5",
+        {
+            "text_config": {**SIZES, **NET, **TEXT, **MROPE, "intermediate_size": 192},
+            "vision_config": VISION,
+            **IDS,
+        },
+    ),
+    "gemma4 on a gpu": KINDS["gemma4"]._replace(
+        config={
+            **KINDS["gemma4"].config,
+            "text_config": {
+                **GEMMA4,
+                **TEXT,
+                "intermediate_size": 128,
+                "hidden_size_per_layer_input": 64,
+                "head_dim": 256,
+                "global_head_dim": 512,
+            },
+        }
+    ),
+}
 FEW = ("qwen3.5", "gemma3")  # one with states of rows, one with mutual images: for what is the scheduler's
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -201,7 +225,7 @@ TEMPLATE = (
 @cache
 def reference(kind: str) -> Any:
     """Of transformers, in float32, with random weights, and values of norms and decays that matter."""
-    prefix, settings, *_ = KINDS[kind]
+    prefix, settings, *_ = (KINDS | ON_GPU)[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{prefix}Config")(**settings)
     model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).float().eval()
@@ -230,7 +254,7 @@ def write_model(folder: Path, kind: str) -> Path:
     reference(kind).save_pretrained(folder)
     byte_level(*SPECIAL).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE}))
-    (folder / "preprocessor_config.json").write_text(json.dumps(KINDS[kind].settings))
+    (folder / "preprocessor_config.json").write_text(json.dumps((KINDS | ON_GPU)[kind].settings))
     return folder
 
 

@@ -171,6 +171,24 @@ def test_add_scaled(size: int, scale: float | None, dtype: torch.dtype, ops: Tor
     assert ops.add_scaled(x[:0], y[:0], given).shape == (0, size)
 
 
+@pytest.mark.parametrize(("heads", "size"), [(1, 8), (3, 72)])
+def test_turn_heads(heads: int, size: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    """Of rows that are apart."""
+    qkv = made(ops, dtype, 5, 3 * heads * size + 8)[:, :-8]
+    angle = made(ops, torch.float32, 5, size // 2, seed=1) * 3
+    q, k, v = (x.double() for x in qkv.unflatten(1, (3, heads, size)).unbind(1))
+    c, s = angle.cos(), angle.sin()
+
+    def turned(x: Tensor) -> Tensor:
+        (one, two), cos, sin = x.chunk(2, 2), c.double()[:, None], s.double()[:, None]
+        return torch.cat((one * cos - two * sin, two * cos + one * sin), 2)
+
+    for rows in (slice(5), slice(3, 4), slice(0)):
+        found = ops.turn_heads(qkv[rows].clone(), heads, c[rows].contiguous(), s[rows].contiguous())
+        for x, expected in zip(found, (turned(q), turned(k), v), strict=True):
+            close(x, expected[rows], ops, 1, floor=1)
+
+
 @pytest.mark.parametrize(("heads", "factor"), [(1, 1.0), (3, 1.87)])
 def test_concat_rope(heads: int, factor: float, dtype: torch.dtype, ops: TorchOps) -> None:
     """Of rows and heads that are apart; 24 pairs of elements are turned."""

@@ -105,7 +105,7 @@ class LayerOps:
         self.recur, self.gru = elementwise.recur, elementwise.gru
         self.sum_parts, self.block_conv = elementwise.sum_parts, elementwise.block_conv
 
-        self.concat_rope, self.head_queries = rope.concat_rope, rope.head_queries
+        self.concat_rope, self.head_queries, self.turn_heads = rope.concat_rope, rope.head_queries, rope.turn_heads
 
         self.concat_columns, self.share_rows = rows.concat_columns, rows.share_rows
         self.take_rows, self.put_rows = rows.take_rows, rows.put_rows

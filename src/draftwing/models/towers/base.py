@@ -21,7 +21,7 @@ from draftwing.layers.linear_ops.base import PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.fields import Fields
 from draftwing.ops.attention.batch import Mutual
-from draftwing.ops.table import LayerOps
+from draftwing.ops.table import PLAIN, LayerOps
 
 if TYPE_CHECKING:
     from draftwing.text.tokenizer import Tokenizer
@@ -89,6 +89,10 @@ class TowerModule(nn.Module):
         return Linear(into, out, bias, *self.place)
 
     place: tuple[torch.dtype, torch.device, WeightFormat]
+    ops: LayerOps = PLAIN  # what it was packed with
+
+    def warm(self) -> None:
+        """Runs once what is compiled at its first call, so that no client waits for it. To be called when packed."""
 
     def table(self) -> Iterator[tuple[str, ParamSlice]]:
         """Yields where tensors of a checkpoint go, by their names without the prefix."""
@@ -104,6 +108,7 @@ class TowerModule(nn.Module):
 
     def pack(self, ops: LayerOps) -> None:
         """Prepares all matrices for inference."""
+        self.ops = ops
         for name, part in self.named_modules():
             if isinstance(part, Linear):
                 part.pack(ops, PackMode(name=f"tower.{name}"))
@@ -141,9 +146,14 @@ class Attention(NamedTuple):
         q, k, v = (x.unflatten(1, (self.heads, -1)) for x in (q, k, v))
         if self.turn is not None:
             q, k = self.turn(q), self.turn(k)
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, N, size]
-        out = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
-        return out[0].transpose(0, 1).flatten(1)
+        return attend(q, k, v, self.scale)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Full attention within an image. q, k, v [N, heads, size] -> [N, heads * size]. scale: as of `Attention`."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, N, size]
+    out = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    return out[0].transpose(0, 1).flatten(1)
 
 
 def normed(size: int, eps: float, dtype: torch.dtype, device: torch.device) -> nn.LayerNorm:

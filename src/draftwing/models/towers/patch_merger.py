@@ -4,8 +4,9 @@ which the first layers of the language model add (deepstack)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +16,12 @@ from draftwing.errors import CheckpointError
 from draftwing.images.processing import ImageProcessor, PatchProcessor
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.models.fields import Fields
-from draftwing.models.towers.base import Attention, TowerConfig, TowerModule, normed
+from draftwing.models.towers.base import TowerConfig, TowerModule, attend, normed
 from draftwing.text.tokenizer import Tokenizer
 
 _BICUBIC = 3
+
+Turn = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -98,13 +101,19 @@ class PatchMergerTower(TowerModule):
         patches = self._in_blocks(patches.permute(0, 2, 4, 1, 3).flatten(2))  # [N, 3 * patch * patch]
         dtype = self.pos_embed.weight.dtype
         x = self.patch_embed(patches.to(dtype)) + self._positions(rows, columns).to(dtype)
-        attention, deep = Attention(config.heads, self._turn(rows, columns)), {}
+        cos, sin = self._turn(rows, columns)
+        turn, deep = partial(self.ops.turn_heads, heads=config.heads, cos=cos, sin=sin), {}
         for i, block in enumerate(self.blocks):
-            x = block(x, attention)
+            x = block(x, turn)
             if i in config.taps:
                 deep[i] = self.deepstack_merger_list[config.taps.index(i)](x)
             yield None
         yield torch.cat([self.merger(x), *(deep[i] for i in config.taps)], 1)
+
+    def warm(self) -> None:
+        if self.pos_embed.weight.is_cuda:
+            side = self.config.patch * self.config.merge
+            self(torch.zeros(side, side, 3, device=self.pos_embed.weight.device))
 
     def _in_blocks(self, x: Tensor) -> Tensor:
         """x [rows, columns, n] -> [rows * columns, n]: blocks by rows, and in each its patches by rows."""
@@ -122,14 +131,15 @@ class PatchMergerTower(TowerModule):
         below = at[high][:, left] * (1 - across) + at[high][:, right] * across
         return self._in_blocks(above * (1 - part) + below * part)
 
-    def _turn(self, rows: int, columns: int) -> _Turn:
+    def _turn(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Returns cosine and sine of a grid's rotary embedding, [N, size / 2] float32: of rows, and then of columns."""
         pairs = self.config.hidden // self.config.heads // 4  # of each axis
         device = self.pos_embed.weight.device
         freq = 1 / self.config.theta ** (torch.arange(pairs, dtype=torch.float32, device=device) / pairs)
         high, wide = (torch.arange(n, dtype=torch.float32, device=device)[:, None] * freq for n in (rows, columns))
         angles = torch.cat((high[:, None].expand(-1, columns, -1), wide[None].expand(rows, -1, -1)), 2)
-        angles = self._in_blocks(angles).repeat(1, 2)[:, None]  # [N, 1, size]
-        return _Turn(angles.cos(), angles.sin())
+        angles = self._in_blocks(angles)
+        return angles.cos(), angles.sin()
 
 
 def _between(count: int, side: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,18 +150,6 @@ def _between(count: int, side: int, device: torch.device) -> tuple[Tensor, Tenso
     return low, (low + 1).clamp(max=side - 1), place - low
 
 
-class _Turn:
-    """Rotary embedding of patches: cos, sin [N, 1, size] float32."""
-
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self._cos, self._sin = cos, sin
-
-    def __call__(self, x: Tensor) -> Tensor:
-        first, second = x.float().chunk(2, -1)
-        turned = torch.cat((-second, first), -1)
-        return (x.float() * self._cos + turned * self._sin).to(x.dtype)
-
-
 class _Block(nn.Module):
     def __init__(self, tower: PatchMergerTower) -> None:
         super().__init__()
@@ -160,9 +158,9 @@ class _Block(nn.Module):
         self.attn = nn.ModuleDict({"qkv": tower.linear(hidden, 3 * hidden), "proj": tower.linear(hidden, hidden)})
         self.mlp = nn.ModuleDict({"linear_fc1": tower.linear(hidden, ffn), "linear_fc2": tower.linear(ffn, hidden)})
 
-    def forward(self, x: Tensor, attention: Attention) -> Tensor:
-        q, k, v = self.attn["qkv"](self.norm1(x)).chunk(3, 1)
-        x = x + self.attn["proj"](attention(q, k, v))
+    def forward(self, x: Tensor, turn: Turn) -> Tensor:
+        """turn: `LayerOps.turn_heads` of the image's grid."""
+        x = x + self.attn["proj"](attend(*turn(self.attn["qkv"](self.norm1(x)))))
         up = F.gelu(self.mlp["linear_fc1"](self.norm2(x)), approximate="tanh")
         return x + self.mlp["linear_fc2"](up)
 

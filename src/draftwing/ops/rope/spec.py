@@ -22,6 +22,18 @@ class RopeOps:
         out = torch.cat((plain, rotate(turned, cos, sin)), 2)
         return out if factor == 1 else (out.float() * factor).to(out.dtype)
 
+    def turn_heads(self, qkv: Tensor, heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [M, 3 * heads * size] queries, keys and values, cos, sin [M, size / 2] float32 -> the three, each
+        [M, heads, size], the first two turned in float32 and rounded once. What is given may be overwritten."""
+        q, k, v = qkv.unflatten(1, (3, heads, -1)).unbind(1)
+        cos, sin = cos[:, None], sin[:, None]
+
+        def turned(x: Tensor) -> Tensor:
+            a, b = x.float().chunk(2, -1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+        return turned(q), turned(k), v
+
     def head_queries(
         self, products: HeadProducts, plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, factor: float = 1.0
     ) -> Tensor:

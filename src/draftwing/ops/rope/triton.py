@@ -293,8 +293,45 @@ def rope_and_write(
     )  # fmt: skip
 
 
+@triton.jit
+def _turn_heads_kernel(
+    qkv, cos, sin, row_stride, HEADS: tl.constexpr, SIZE: tl.constexpr, HEADS_PAD: tl.constexpr,
+    HALF_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (M,): queries and keys are turned in place."""
+    start(PDL)
+    m = tl.program_id(0).to(tl.int64)
+    head, half = tl.arange(0, HEADS_PAD), tl.arange(0, HALF_PAD)
+    HALF: tl.constexpr = SIZE // 2
+    ok = half < HALF
+    here = (head < 2 * HEADS)[:, None] & ok[None, :]
+    at = qkv + m * row_stride + head[:, None] * SIZE + half[None, :]
+    a = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    b = tl.load(at + HALF, mask=here, other=0.0).to(tl.float32)
+    by_cos = tl.load(cos + m * HALF + half, mask=ok, other=0.0)[None, :]
+    by_sin = tl.load(sin + m * HALF + half, mask=ok, other=0.0)[None, :]
+    dtype = qkv.dtype.element_ty
+    tl.store(at, (a * by_cos - b * by_sin).to(dtype), mask=here)
+    tl.store(at + HALF, (b * by_cos + a * by_sin).to(dtype), mask=here)
+
+
+def turn_heads(qkv: Tensor, heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `RopeOps.turn_heads`."""
+    (count, width), half = qkv.shape, cos.shape[1]
+    assert qkv.stride(1) == 1 and width == 6 * heads * half and cos.is_contiguous() and sin.is_contiguous()
+    assert cos.shape == sin.shape == (count, half) and cos.dtype == sin.dtype == torch.float32
+    if count:
+        _turn_heads_kernel[(count,)](
+            qkv, cos, sin, qkv.stride(0), HEADS=heads, SIZE=2 * half, HEADS_PAD=triton.next_power_of_2(2 * heads),
+            HALF_PAD=triton.next_power_of_2(half), **launch_options(qkv.device),
+        )  # fmt: skip
+    q, k, v = qkv.unflatten(1, (3, heads, -1)).unbind(1)
+    return q, k, v
+
+
 class TritonRopeOps(RopeOps):
     concat_rope = staticmethod(concat_rope)
+    turn_heads = staticmethod(turn_heads)
 
     def head_queries(
         self, products: HeadProducts, plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, factor: float = 1.0
