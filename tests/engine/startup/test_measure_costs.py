@@ -24,7 +24,7 @@ from draftwing.sched.policy.shape_policy import ShapePolicy
 
 TREE = TreeShape(3, 2, 6)
 MENU = (TREE, PLAIN)
-LONG = 40  # tokens
+LONG, LONGER = 40, 70  # tokens
 KINDS = ((1, 0), (1, LONG), (4, 0))  # rows and context that a start measures
 
 
@@ -45,6 +45,7 @@ class Both(ShapePolicy):
 def short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "CPU_CONTEXT", LONG)
     monkeypatch.setattr(measuring, "CONTEXTS", (16, LONG, 10_000))  # for the last there is no room
+    monkeypatch.setattr(measuring, "LONG_CONTEXT", LONGER)
 
 
 def state(rig: Any) -> list[torch.Tensor]:
@@ -79,7 +80,7 @@ def test_graphs_are_measured_without_and_with_contexts(harness: Any, case: Any, 
     found = Counter((shape, size, context // size) for shape, size, context, _ in costs.table.points())
     few = {1, graph_size}  # of the sizes with contexts, these were captured
     assert found == Counter((key.shape, key.size, 0) for key in rig.captured) + Counter(
-        (shape, size, context) for shape in MENU for size in few for context in (16, LONG)
+        (shape, size, context) for shape in MENU for size in few for context in (16, LONG, *[LONGER] * (size == 1))
     )
     assert same(before, state(rig)), "rows are as they were"
     rig.drafter.flush()

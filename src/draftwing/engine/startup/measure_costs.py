@@ -28,6 +28,9 @@ REPLAYS = 3  # of a step with graphs, whose median counts
 # Tokens of each row. On an H200 the first two alone made a key cost a single row three times what it does with 16,000.
 CONTEXTS = (1024, 4096, 16384)
 CONTEXT_SIZES = (1, 8, 32)  # batches that are measured with them, beside the largest
+# Tokens of a single row, in which a key costs less behind long contexts: it has few programs. Eight rows with the
+# longest of the others have twice as many together.
+LONG_CONTEXT = 65536
 STEPS = 3  # without graphs, or turns of them, of each kind: the first one makes constants and memory, see `_typical`
 SIZES = (4, 16)  # batches beside that of one row
 CPU_CONTEXT = 1024  # tokens: the one context that a start on a CPU measures each shape with
@@ -100,7 +103,8 @@ def measure_graphs(
     largest = max((key.size for key in captured), default=0)
     few = [size for size in sorted({*CONTEXT_SIZES, largest}) if size <= largest]
     rest = sorted({key.size for key in captured} - set(few))
-    for turn, (context, sizes) in enumerate(((0, few), (0, rest), *((context, few) for context in CONTEXTS))):
+    others = [*((context, few) for context in CONTEXTS), (LONG_CONTEXT, [size for size in few if size == 1])]
+    for turn, (context, sizes) in enumerate(((0, few), (0, rest), *others)):
         if turn == 1 and known is not None and known.agrees(costs):
             break
         for size in sizes:
