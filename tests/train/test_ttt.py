@@ -188,8 +188,8 @@ def test_hits_are_counted_along_chains(tmp_path):
     assert 0 < chain_hits < chains < rows
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "dense"])
-def test_attention_is_a_softmax_under_an_explicit_mask(kernel, monkeypatch):
+@pytest.mark.parametrize(("kernel", "near"), [("cpu", 0), ("dense", 0), ("cpu", 4)])
+def test_attention_is_a_softmax_under_an_explicit_mask(kernel, near, monkeypatch):
     monkeypatch.setattr(ttt, "_kernel", lambda q: kernel)
     generator = torch.Generator().manual_seed(0)
     shape, steps, length = (2, 3, 11, 8), 4, 11
@@ -203,9 +203,10 @@ def test_attention_is_a_softmax_under_an_explicit_mask(kernel, monkeypatch):
     weights = [x.detach() for x in tensors()]
     found, expected = [], []
     for i in range(steps):
-        found.append(ttt.attend_chains(q[i], list(zip(k[: i + 1], v[: i + 1], strict=True))))
+        found.append(ttt.attend_chains(q[i], list(zip(k[: i + 1], v[: i + 1], strict=True)), near))
         keys, values = torch.cat(k[: i + 1], 2), torch.cat(v[: i + 1], 2)
-        mask = torch.cat([torch.ones(length, length).tril()] + [torch.eye(length)] * i, 1).bool()
+        text = torch.ones(length, length).tril().triu(1 - near if near else -length)
+        mask = torch.cat([text] + [torch.eye(length)] * i, 1).bool()
         scores = (q[i] @ keys.transpose(-1, -2) / shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
         expected.append(scores.softmax(-1) @ values)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -336,6 +337,20 @@ def test_half_precision_is_close_and_gives_gradients_in_float32(tmp_path):
         collate([s._replace(aux_hidden=s.aux_hidden.float(), final=s.final.float()) for s in samples], 64)
     )
     torch.testing.assert_close(half, whole, rtol=0.02, atol=0)
+
+
+def test_scores_in_a_window_are_not_rounded_in_half_precision():
+    """No more than those of the kernels, which see all."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (2 * torch.randn((1, 4, 256, 64), generator=generator).bfloat16() for _ in range(3))
+
+    def error(near: int) -> float:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = ttt.attend_chains(q, [(k, v)], near)
+        exact = ttt.attend_chains(q.double(), [(k.double(), v.double())], near)
+        return (found.double() - exact).square().mean().sqrt().item()
+
+    assert 0 < error(64) < 2 * error(0)
 
 
 def test_noise_is_uniform_and_falls_with_the_length_of_the_text():

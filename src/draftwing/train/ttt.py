@@ -236,7 +236,8 @@ def _causal_backward(
 def _dense_scores(q: Tensor, k: Tensor, near: int) -> Tensor:
     """Returns scores [B, heads, T, T], float32 or wider; minus infinity where a key comes after the query, or is not
     among the `near` newest up to it (0: all are)."""
-    scores = (q @ k.transpose(-1, -2)).to(wide(q)) * FULL.scale(q.shape[-1])
+    with torch.autocast(q.device.type, enabled=False):  # rounded to 16 bits they would be off by several percent
+        scores = q.to(wide(q)) @ k.to(wide(q)).transpose(-1, -2) * FULL.scale(q.shape[-1])
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     far = torch.ones_like(future).tril(-near) if near else torch.zeros_like(future)
     return scores.masked_fill(future | far, float("-inf"))
