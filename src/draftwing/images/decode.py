@@ -22,12 +22,13 @@ def decoded(data: bytes) -> Image.Image:
             width, height = picture.size
             if width * height > MAX_PIXELS:
                 raise RequestError(f"it has {width} x {height} pixels, expected at most {MAX_PIXELS}")
-            picture = ImageOps.exif_transpose(picture)
+            ImageOps.exif_transpose(picture, in_place=True)
             if "A" in picture.getbands() or picture.info.get("transparency") is not None:
                 picture = Image.alpha_composite(
                     Image.new("RGBA", picture.size, (255, 255, 255, 255)), picture.convert("RGBA")
                 )
-            return picture.convert("RGB")
+            picture.load()
+            return picture if picture.mode == "RGB" else picture.convert("RGB")
     except Image.UnidentifiedImageError:
         raise RequestError("expected a PNG, JPEG, WebP or GIF picture") from None
     except (RequestError, MemoryError):

@@ -26,7 +26,7 @@ class Tile(NamedTuple):
 
     width: int
     height: int
-    pixels: bytes
+    pixels: bytes | memoryview
     grid: tuple[int, int]
 
 
@@ -87,7 +87,8 @@ def tile(picture: Image, size: tuple[int, int], resample: int, block: int) -> Ti
     """Returns a picture in another size (width, height); a token for each block of pixels."""
     width, height = size
     how: Resampling = resample  # type: ignore[assignment]  # they are these numbers
-    return Tile(width, height, picture.resize(size, how).tobytes(), (height // block, width // block))
+    sized = picture if picture.size == size else picture.resize(size, how)
+    return Tile(width, height, sized.tobytes(), (height // block, width // block))
 
 
 @dataclass(frozen=True)

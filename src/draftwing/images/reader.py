@@ -22,6 +22,7 @@ from draftwing.text.sandbox import DONE, Sandbox
 
 _MODULE = "draftwing.images.sandbox"  # which imports Pillow: this process does not
 _sandbox = Sandbox(_MODULE, SECONDS, 1 << 30)
+_MOST_HEAD = 1 << 16  # bytes before the pixels, of which a tile takes some 40
 
 
 class Picture(NamedTuple):
@@ -87,17 +88,18 @@ def read(picture: Picture, processor: ImageProcessor) -> list[Piece]:
     """Returns what stands for a picture in the prompt. Blocks; any thread may call it. Raises RequestError."""
     kind, made = _sandbox.ask(pickle.dumps((processor, picture.encoded())))
     if kind != DONE:
-        raise RequestError(f"{picture.where}: the picture cannot be read: {made.decode()}", picture.where)
+        raise RequestError(f"{picture.where}: the picture cannot be read: {str(made, 'utf-8')}", picture.where)
     try:
         return _pieces(made)
     except (ValueError, TypeError):
         raise RequestError(f"{picture.where}: the picture cannot be read", picture.where) from None
 
 
-def _pieces(made: bytes) -> list[Piece]:
+def _pieces(made: memoryview) -> list[Piece]:
     """Reads no pickle and believes nothing: whoever sent the picture may have taken over the process. Raises ValueError
-    or TypeError for what `images.sandbox` never answers."""
-    head, _, pixels = made.partition(b"\n")
+    or TypeError for what `images.sandbox` never answers. Pixels are not copied."""
+    head = bytes(made[:_MOST_HEAD]).partition(b"\n")[0]
+    pixels = made[len(head) + 1 :]
     pieces: list[Piece] = []
     for piece in json.loads(head):
         if isinstance(piece, str):

@@ -14,19 +14,19 @@ from draftwing.images.processing import MEMORY, SECONDS
 from draftwing.text.sandbox import DONE, LIMIT, REFUSED, serve
 
 
-def answer(data: bytes) -> tuple[bytes, bytes]:
+def answer(data: bytes) -> tuple[bytes, list[bytes]]:
     """data: a pickled (processor, encoded picture) -> how the job ended, and what `reader.read` reads or the
     error."""
     processor, picture = pickle.loads(data)
     try:
         pieces = pieces_of(picture, processor)
     except RequestError as error:
-        return REFUSED, str(error)[:500].encode(errors="replace")
+        return REFUSED, [str(error)[:500].encode(errors="replace")]
     except MemoryError:
-        return LIMIT, f"takes more than {MEMORY >> 20} MiB of memory".encode()
+        return LIMIT, [f"takes more than {MEMORY >> 20} MiB of memory".encode()]
     head = [piece if isinstance(piece, str) else (piece.width, piece.height, piece.grid) for piece in pieces]
-    pixels = b"".join(piece.pixels for piece in pieces if not isinstance(piece, str))
-    return DONE, json.dumps(head).encode() + b"\n" + pixels
+    pixels = [bytes(piece.pixels) for piece in pieces if not isinstance(piece, str)]
+    return DONE, [json.dumps(head).encode(), b"\n", *pixels]
 
 
 if __name__ == "__main__":

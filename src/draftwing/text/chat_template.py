@@ -49,9 +49,10 @@ def _ask(job: template_sandbox.Job) -> tuple[bytes, str]:
     except Exception as error:  # what objects raise that cannot be copied
         raise RequestError(f"the chat template can be given plain values alone: {error}", "messages") from None
     kind, made = _sandbox.ask(data)
+    text = str(made, "utf-8")
     if kind == LIMIT:
-        raise TemplateLimit(f"the chat template {made.decode()}", "messages")
-    return kind, made.decode()
+        raise TemplateLimit(f"the chat template {text}", "messages")
+    return kind, text
 
 
 Message = Mapping[str, Any]

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 from draftwing.machine import import_environment
@@ -36,13 +36,13 @@ class _Process:
             )
         self._conn = Connection(ours.detach())
 
-    def ask(self, job: bytes, most: int) -> tuple[bytes, bytes]:
+    def ask(self, job: bytes, most: int) -> tuple[bytes, memoryview]:
         """Asks the process. Raises EOFError or OSError when it is gone, TimeoutError after `PATIENCE`."""
         self._conn.send_bytes(job)
         if not self._conn.poll(PATIENCE):
             raise TimeoutError
         reply = self._conn.recv_bytes(most)
-        return reply[:1], reply[1:]
+        return reply[:1], memoryview(reply)[1:]
 
     def close(self) -> int:
         """Ends it. Returns its exit status."""
@@ -63,7 +63,7 @@ class Sandbox:
         atexit.register(self._close)
         os.register_at_fork(after_in_child=self._idle.clear)  # they answer the other process
 
-    def ask(self, job: bytes) -> tuple[bytes, bytes]:
+    def ask(self, job: bytes) -> tuple[bytes, memoryview]:
         """Returns how a job ended, and what was made or the error. Blocks. A process that somebody else ended, as the
         system does for want of memory, says nothing of the job, so a second one is asked."""
         for last in (False, True):
@@ -72,13 +72,13 @@ class Sandbox:
                 answer = process.ask(job, self._most)
             except TimeoutError:
                 process.close()
-                return LIMIT, f"takes longer than {PATIENCE:g} s".encode()
+                return LIMIT, memoryview(f"takes longer than {PATIENCE:g} s".encode())
             except (EOFError, OSError):
                 status = process.close()
                 if status == -signal.SIGPROF:
-                    return LIMIT, f"takes longer than {self._seconds:g} s of a processor".encode()
+                    return LIMIT, memoryview(f"takes longer than {self._seconds:g} s of a processor".encode())
                 if last:
-                    return LIMIT, f"ended its process ({_in_words(status)}), twice".encode()
+                    return LIMIT, memoryview(f"ended its process ({_in_words(status)}), twice".encode())
             except BaseException:
                 process.close()
                 raise
@@ -96,9 +96,11 @@ def _in_words(status: int) -> str:
     return signal.Signals(-status).name if status < 0 else f"exit status {status}"
 
 
-def serve(conn: Connection, answer: Callable[[bytes], tuple[bytes, bytes]], seconds: float, memory: int) -> None:
+def serve(
+    conn: Connection, answer: Callable[[bytes], tuple[bytes, Sequence[bytes]]], seconds: float, memory: int
+) -> None:
     """Answers jobs until the other side is gone, each within so many seconds of a processor, and with so many bytes of
-    address space."""
+    address space. answer: returns how the job ended, and what was made, which is joined."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
     with contextlib.suppress(ValueError, OSError):  # a lower limit is there already
@@ -110,4 +112,4 @@ def serve(conn: Connection, answer: Callable[[bytes], tuple[bytes, bytes]], seco
             signal.setitimer(signal.ITIMER_PROF, seconds)
             kind, made = answer(job)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            conn.send_bytes(kind + made)
+            conn.send_bytes(b"".join((kind, *made)))

@@ -109,9 +109,9 @@ def main(conn: Connection) -> None:
     """Answers until the other side is gone."""
     renderer = Renderer()
 
-    def answer(job: bytes) -> tuple[bytes, bytes]:
+    def answer(job: bytes) -> tuple[bytes, list[bytes]]:
         kind, text = renderer.answer(job)
-        return kind, well_formed(text if kind == DONE else text[:_MAX_MESSAGE]).encode()
+        return kind, [well_formed(text if kind == DONE else text[:_MAX_MESSAGE]).encode()]
 
     serve(conn, answer, SECONDS, MEMORY)
 
