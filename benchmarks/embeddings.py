@@ -1,7 +1,10 @@
-"""Vectors of texts a second on a CPU: `LLM.embed` beside sentence-transformers, or transformers where that is missing.
+"""Vectors of texts a second: `LLM.embed` beside sentence-transformers, or transformers where that is missing.
 
     python benchmarks/embeddings.py [--model FOLDER] [--texts 64] [--dtype bfloat16] [--other-dtype float32]
+        [--device cuda]
     python benchmarks/embeddings.py --llama-cpp [--model FILE.gguf]
+    python benchmarks/embeddings.py --write FOLDER
+    python benchmarks/embeddings.py --texts 1000 --url draftwing=http://127.0.0.1:30001 --url SGLang=http://...
 
 Without a model it is one of the shape of Qwen3-Embedding-0.6B, with random weights and the tokenizer of SmolLM2, made
 in a folder that is removed again. The texts are parts of the questions of MT-bench, of 8 to 128 words. Both sides get
@@ -11,19 +14,27 @@ not cached. What is printed beside the figures is the least cosine between the v
 
 With `--llama-cpp` the other side is llama.cpp's server, built where it is not (`llama_cpp_build.py`, minutes). Both
 serve one GGUF file in Q8_0 and get all texts in one request; llama.cpp's batch has 2,048 tokens.
+
+`--write` leaves that model in a folder, for servers that are started by hand. With `--url` these are asked for all
+texts by their `/v1/embeddings`: `batches`, one request of `--batch` texts after another, and `singles`, requests of one
+text, `--clients` of them at once. The client reads answers, and only then what is in them.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import random
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -33,6 +44,7 @@ from gguf.quants import quantize
 from gguf_files import add_sizes, copy_metadata, finish
 from llama_cpp_build import build
 from load_texts import mt_bench
+from safetensors.torch import save_file
 
 from draftwing import LLM
 from draftwing.models.hub import resolve_model
@@ -40,6 +52,8 @@ from draftwing.text.tokenizer import load_tokenizer
 
 Embed = Callable[[list[str]], Any]
 BATCH, CONTEXT = 2048, 32768  # tokens of llama.cpp's batch, and of all its sequences
+POOL = 1 << 17  # tokens of a GPU's KV pool beside another library
+SECONDS = 120.0  # after which a request has failed
 PARTS = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj":
          "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj":
          "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
@@ -55,16 +69,19 @@ def texts_of(count: int) -> list[str]:
     return found
 
 
-def random_model() -> Any:
+SHAPE = {
+    "vocab_size": 49152, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+}  # fmt: skip
+THETA = 1e6  # of rotary embeddings
+TINY = {"intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def random_model(tiny: bool = False) -> Any:
     from transformers import Qwen3Config, Qwen3Model
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=49152, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=32768, rope_parameters={"rope_theta": 1e6},
-        tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"],
-    )  # fmt: skip
-    return Qwen3Model(config)
+    return Qwen3Model(Qwen3Config(**SHAPE | (TINY if tiny else {}), rope_parameters={"rope_theta": THETA}))
 
 
 def made_gguf(path: Path) -> Path:
@@ -89,41 +106,46 @@ def made_gguf(path: Path) -> Path:
     return path
 
 
-def made(folder: Path, dtype: torch.dtype) -> str:
-    """Writes the model and returns its folder."""
-    random_model().to(dtype).save_pretrained(folder)
-    file = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(file | {"architectures": ["Qwen3ForCausalLM"]}))
-    load_tokenizer(resolve_model("smollm2")).backend.save(str(folder / "tokenizer.json"))
+def made(folder: Path, dtype: torch.dtype, tokenizer: str | None = None, tiny: bool = False) -> str:
+    """Writes the model, with names that other engines know, and returns its folder. tokenizer: a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {f"model.{name}": value.to(dtype) for name, value in random_model(tiny).state_dict().items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    about = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": str(dtype).split(".")[1]}
+    more = {"rms_norm_eps": 1e-6, "rope_theta": THETA, "hidden_act": "silu", "attention_bias": False, "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(about | SHAPE | (TINY if tiny else {}) | more))
+    if tokenizer is None:
+        load_tokenizer(resolve_model("smollm2")).backend.save(str(folder / "tokenizer.json"))
+    else:
+        (folder / "tokenizer.json").write_bytes(Path(tokenizer).read_bytes())
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(kind))
     return str(folder)
 
 
-def other_side(folder: str, dtype: torch.dtype) -> tuple[str, Embed]:
+def other_side(folder: str, dtype: torch.dtype, device: str) -> tuple[str, Embed]:
     """Returns the name of a library and what makes vectors with it: of the last token, of length 1."""
     try:
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.models import Normalize, Pooling, Transformer
     except ImportError:
-        return "transformers", with_transformers(folder, dtype)
+        return "transformers", with_transformers(folder, dtype, device)
     if (Path(folder) / "modules.json").exists():
-        kept = SentenceTransformer(folder, device="cpu", model_kwargs={"dtype": dtype})
+        kept = SentenceTransformer(folder, device=device, model_kwargs={"dtype": dtype})
         return "sentence-transformers", lambda texts: kept.encode(texts, show_progress_bar=False)
     transformer = Transformer(folder, model_kwargs={"dtype": dtype}, processor_kwargs={"padding_side": "left"})
     size = transformer.get_embedding_dimension()
-    model = SentenceTransformer(
-        modules=[transformer, Pooling(size, pooling_mode="lasttoken"), Normalize()], device="cpu"
-    )
+    modules = [transformer, Pooling(size, pooling_mode="lasttoken"), Normalize()]
+    model = SentenceTransformer(modules=modules, device=device)
     if model.tokenizer.pad_token is None:
         model.tokenizer.pad_token = model.tokenizer.eos_token
     return "sentence-transformers", lambda texts: model.encode(texts, show_progress_bar=False)
 
 
-def with_transformers(folder: str, dtype: torch.dtype, batch: int = 32) -> Embed:
+def with_transformers(folder: str, dtype: torch.dtype, device: str, batch: int = 32) -> Embed:
     from transformers import AutoModel, AutoTokenizer
 
-    model, tokenizer = AutoModel.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = AutoModel.from_pretrained(folder, dtype=dtype).to(device), AutoTokenizer.from_pretrained(folder)
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
 
     def embed(texts: list[str]) -> np.ndarray[Any, Any]:
@@ -131,10 +153,10 @@ def with_transformers(folder: str, dtype: torch.dtype, batch: int = 32) -> Embed
         found = np.empty((len(texts), model.config.hidden_size), np.float32)
         for begin in range(0, len(order), batch):
             which = order[begin : begin + batch]
-            inputs = tokenizer([texts[i] for i in which], padding=True, return_tensors="pt")
+            inputs = tokenizer([texts[i] for i in which], padding=True, return_tensors="pt").to(device)
             with torch.inference_mode():
                 last = model(**inputs).last_hidden_state[:, -1].float()
-            found[which] = torch.nn.functional.normalize(last, dim=-1).numpy()
+            found[which] = torch.nn.functional.normalize(last, dim=-1).cpu().numpy()
         return found
 
     return embed
@@ -150,8 +172,22 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--write", type=Path, metavar="FOLDER")
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json of the model that is written")
+    parser.add_argument("--tiny", action="store_true", help="write a small one")
+    parser.add_argument("--url", action="append", metavar="NAME=URL", help="of a server; may be given several times")
+    parser.add_argument("--batch", type=int, default=64, help="texts of a request of `batches`")
+    parser.add_argument("--clients", type=int, default=32, help="requests at once of `singles`")
     asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
+    if asked.device == "cpu":
+        torch.set_num_threads(asked.threads)
+    if asked.write is not None:
+        made(asked.write, getattr(torch, asked.dtype), asked.tokenizer, asked.tiny)
+        return
+    if asked.url:
+        beside_servers(asked)
+        return
     with tempfile.TemporaryDirectory() as name:
         if asked.llama_cpp:
             beside_llama_cpp(asked, Path(asked.model) if asked.model else made_gguf(Path(name) / "model.gguf"))
@@ -160,8 +196,9 @@ def main() -> None:
 
 
 def beside_library(asked: argparse.Namespace, model: str) -> None:
-    name, other = other_side(model, getattr(torch, asked.other_dtype or asked.dtype))
-    options = {"dtype": asked.dtype, "num_threads": asked.threads, "disable_radix_cache": True}
+    name, other = other_side(model, getattr(torch, asked.other_dtype or asked.dtype), asked.device)
+    options: dict[str, Any] = {"dtype": asked.dtype, "disable_radix_cache": True, "device": asked.device}
+    options |= {"num_threads": asked.threads} if asked.device == "cpu" else {"max_total_tokens": POOL}
     with LLM(model, speculative_algorithm="none", **options) as llm:
         compare(
             asked,
@@ -189,6 +226,60 @@ def beside_llama_cpp(asked: argparse.Namespace, model: Path) -> None:
 def over_http(server: Server, texts: list[str]) -> list[list[float]]:
     answer = server.post("/v1/embeddings", {"input": texts, "model": "default"})
     return [row["embedding"] for row in answer["data"]]
+
+
+class Asker:
+    """Asks a server by connections that stay, one for each thread."""
+
+    def __init__(self, url: str) -> None:
+        self._host, self._own = urlsplit(url).netloc, threading.local()
+
+    def __call__(self, texts: Sequence[str]) -> bytes:
+        """Returns the body of a response. Raises RuntimeError for a refusal."""
+        if not hasattr(self._own, "connection"):
+            self._own.connection = http.client.HTTPConnection(self._host, timeout=SECONDS)
+        body = json.dumps({"input": texts, "model": "default"})
+        self._own.connection.request("POST", "/v1/embeddings", body, {"content-type": "application/json"})
+        response = self._own.connection.getresponse()
+        answer = bytes(response.read())
+        if response.status != 200:
+            raise RuntimeError(f"{self._host}: status {response.status}, {answer[:500]!r}")
+        return answer
+
+
+def beside_servers(asked: argparse.Namespace) -> None:
+    """Prints rates of each server, and the least cosine between its vectors and those of the first one."""
+    texts = texts_of(asked.texts)
+    batches = [texts[at : at + asked.batch] for at in range(0, len(texts), asked.batch)]
+    servers = {name: Asker(url) for name, url in (one.split("=", 1) for one in asked.url)}
+    found: dict[str, Any] = {name: {"batches": 0.0, "singles": 0.0} for name in servers}
+    first, tokens = None, 0
+    with ThreadPoolExecutor(asked.clients) as threads:
+        works: dict[str, Callable[[Asker], list[bytes]]] = {
+            "batches": lambda ask: [ask(batch) for batch in batches],
+            "singles": lambda ask: list(threads.map(lambda text: ask([text]), texts)),
+        }
+        for turn in range(asked.repeats + 1):  # the first does not count
+            for (name, ask), (kind, work) in ((one, other) for one in servers.items() for other in works.items()):
+                start = time.perf_counter()
+                answers = work(ask)
+                rate = len(texts) / (time.perf_counter() - start)
+                print(f"turn {turn} {name:16}{kind:8}{rate:9.1f} texts/s", flush=True)
+                if turn:
+                    found[name][kind] = max(found[name][kind], rate)
+                    continue
+                every = [json.loads(answer) for answer in answers]
+                tokens = sum(one["usage"]["prompt_tokens"] for one in every)
+                vectors = np.asarray([row["embedding"] for one in every for row in one["data"]])
+                first = vectors if first is None else first
+                cosines = (first * vectors).sum(1) / np.linalg.norm(first, axis=1) / np.linalg.norm(vectors, axis=1)
+                found[name][f"{kind}: tokens, cosine"] = tokens, float(cosines.min())
+    for name, kind in ((name, kind) for name in servers for kind in works):
+        rate, (tokens, cosine) = found[name][kind], found[name][f"{kind}: tokens, cosine"]
+        of = f"{rate:9.1f} texts/s {rate * tokens / len(texts):9.0f} tokens/s"
+        print(f"{name:16}{kind:8}{of}, least cosine to the first {cosine:.5f}", flush=True)
+    if asked.out is not None:
+        asked.out.write_text(json.dumps({"texts": len(texts), **found}))
 
 
 def compare(asked: argparse.Namespace, sides: dict[str, Embed], tokens_of: Callable[[str], int]) -> None:

@@ -40,6 +40,7 @@ def test_all_forms_of_prompts(llm: LLM, engine: FakeEngine) -> None:
         (ids, ["abc"]),
         (["abc", "dé"], ["abc", "dé"]),
         ([ids, ids[:1]], ["abc", "a"]),
+        (["dé", ids, "abc"], ["dé", "abc", "abc"]),
         ([], []),
     ):
         assert texts(llm.generate(prompts)) == expected  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from draftwing.requests.request import GenerationRequest, logprob_params
 from draftwing.requests.sampling_params import SamplingParams, unset
 from draftwing.server.parsers.reasoning import TAIL, Reasoning, Start, start_of
 from draftwing.text.detok import TokenTexts
+from draftwing.text.tokenizer import encode_all
 
 if TYPE_CHECKING:
     from draftwing.engine.admission import EngineInfo
@@ -95,7 +96,9 @@ class Inputs:
     def token_ids(self, prompts: Any) -> list[list[int]]:
         """Returns the ids of one text or list of token ids, or of several."""
         items: Sequence[Any] = [prompts] if _single(prompts) else prompts
-        return [self._encode(item, i) for i, item in enumerate(items)]
+        texts = [check_text(item, f"prompts[{i}]") for i, item in enumerate(items) if isinstance(item, str)]
+        encoded = iter(encode_all(self._tokenizer, texts))
+        return [_ids(next(encoded) if isinstance(item, str) else item, i) for i, item in enumerate(items)]
 
     def of_chats(
         self,
@@ -206,20 +209,6 @@ class Inputs:
             raise RequestError(f"n must be 1 here; found {request.params.n}", "n")
         return request
 
-    def _encode(self, prompt: Any, index: int) -> list[int]:
-        name = f"prompts[{index}]"
-        if isinstance(prompt, str):
-            ids = self._tokenizer.encode(check_text(prompt, name))
-        elif isinstance(prompt, Sequence) and all(
-            issubclass(kind, Integral) and kind is not bool for kind in set(map(type, prompt))
-        ):
-            ids = list(map(int, prompt))
-        else:
-            raise RequestError(f"{name} must be a string or a list of token ids; found {show(prompt)}", name)
-        if not ids:
-            raise RequestError(f"{name} must not be empty", name)
-        return ids
-
     def _requests(
         self,
         prompts: list[Placed],
@@ -276,6 +265,18 @@ def _single(prompts: Any) -> bool:
             f"prompts must be a string, token ids, or a list of either; found {show(prompts)}", "prompts"
         )
     return len(prompts) > 0 and isinstance(prompts[0], Integral)
+
+
+def _ids(prompt: Any, index: int) -> list[int]:
+    """Returns the ids of a prompt, checked."""
+    name = f"prompts[{index}]"
+    if not isinstance(prompt, Sequence) or not all(
+        issubclass(kind, Integral) and kind is not bool for kind in set(map(type, prompt))
+    ):
+        raise RequestError(f"{name} must be a string or a list of token ids; found {show(prompt)}", name)
+    if not prompt:
+        raise RequestError(f"{name} must not be empty", name)
+    return list(map(int, prompt))
 
 
 def read_messages(conversation: Any) -> list[Message]:

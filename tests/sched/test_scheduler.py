@@ -12,6 +12,7 @@ from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.core import FORBIDDEN, MARK_SOURCE, NOT_FINITE, Chunk, DraftChunk, DraftDeferral, StepResult
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
+from draftwing.sched import planning
 from draftwing.sched.planning import divided, fair_decode_batch
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.policy.shape_policy import FixedShape, StepContext
@@ -257,6 +258,18 @@ def test_shares_of_time_are_no_more_tokens_than_a_prefill_may_have():
         budget._token = price
         todo = [req("long", length=9000), req("short", length=10, client="b")]
         assert sum(length for _, length in divided(8192, todo, budget, [])) == 8192
+
+
+@pytest.mark.parametrize("sent", [0, 100])
+def test_shares_of_prompts_that_cost_alike_are_found_at_once(sent, monkeypatch):
+    """Of hundreds of texts that wait for their vectors, one of which has begun."""
+    prefills, calls, once = PrefillBudget(), [], planning._divided
+    prefills._token, prefills._key = 3e-6, 1e-10
+    todo = [req(str(i), length=10 + i) for i in range(250)]
+    todo[0].tokens, todo[0].sent = [0] * (sent + 10), sent
+    monkeypatch.setattr(planning, "_divided", lambda *args: calls.append(args) or once(*args))
+    assert 8100 <= sum(length for _, length in divided(8192, todo, prefills, [])) <= 8192
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("sent", [(0,), (30_000,), (0, 30_000), (30_000, 100, 7)])

@@ -14,7 +14,7 @@ from draftwing.core import NOBODY, Admission, Chunk, DraftChunk, DraftExtend, In
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.req import Req
 
-TRIES = 6  # halvings of the interval in which `_limited` looks for a budget: 1/64 of it is left
+TRIES = 6  # halvings after which `_limited` has found a budget: 1/64 of it is left
 TICK = 1e-9  # seconds: shares of time are whole numbers of them, as those of tokens are of tokens
 
 
@@ -109,8 +109,8 @@ def divided(
 def _limited(most: int, budget: int, todo: Sequence[Req], costs: Mapping[Req, int]) -> dict[Req, int]:
     """Returns `_divided` of as large a part of the budget as gives about `most` tokens, and no more."""
     enough, budget = most * min(costs.values()), min(budget, most * max(costs.values()))
-    given = _divided(enough, todo, costs)
-    for _ in range(TRIES):
+    given, near = _divided(enough, todo, costs), budget >> TRIES
+    while budget - enough > near:
         more = _divided(middle := (enough + budget) // 2, todo, costs)
         if sum(more.values()) <= most:
             enough, given = middle, more

@@ -394,6 +394,13 @@ def encode_bounded(
     return out
 
 
+def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Returns the ids of each text, however long; of several by all processors."""
+    if len(texts) == 1:
+        return [tokenizer.encode(texts[0])]
+    return [ids for batch in _batches(texts) for ids in tokenizer.encode_many(batch)]
+
+
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
     """Yields the texts in turn, together as long as they are no more than a piece."""
     batch, size = list[str](), 0
