@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from typing import NamedTuple
 
 from draftwing.cli.client import Client
@@ -47,31 +48,38 @@ def prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
     return [[rng.randrange(RESERVED, vocab - RESERVED) for _ in range(length)] for _ in range(count)]
 
 
-def ask(url: str, ids: list[int], tokens: int, temperature: float) -> int:
+def ask(url: str, ids: list[int], tokens: int, temperature: float, adapter: str = "") -> int:
     """An answer of so many tokens. Returns how many there were; raises ServerError when it is refused."""
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": temperature}
-    answer = Client(url).post("/generate", {"input_ids": ids, "sampling_params": sampling})
+    beside = {"lora_path": adapter} if adapter else {}
+    answer = Client(url).post("/generate", {"input_ids": ids, "sampling_params": sampling, **beside})
     return int(answer["meta_info"]["completion_tokens"])
 
 
-def rate(url: str, every: Sequence[list[int]], tokens: int, temperature: float) -> float:
-    """Tokens per second from the first request to the last answer."""
+def rate(
+    url: str, every: Sequence[list[int]], tokens: int, temperature: float, adapters: Sequence[str] = ("",)
+) -> float:
+    """Tokens per second from the first request to the last answer. adapters: of requests, by turns."""
     with ThreadPoolExecutor(len(every)) as threads:
         start = time.perf_counter()
-        done = list(threads.map(lambda ids: ask(url, ids, tokens, temperature), every))
+        done = list(threads.map(lambda ids, name: ask(url, ids, tokens, temperature, name), every, cycle(adapters)))
         return sum(done) / (time.perf_counter() - start)
 
 
 def measured(url: str, waves: Sequence[Wave], args: argparse.Namespace) -> dict[str, float]:
     """By wave. A first one of each size does not count: servers compile in it."""
     for one in waves:
-        rate(url, prompts(one.size, args.prompt, args.vocab, args.seed - one.size), 16, one.temperature)
+        first = prompts(one.size, args.prompt, args.vocab, args.seed - one.size)
+        rate(url, first, 16, one.temperature, args.adapters)
     found = {}
     for number, one in enumerate(waves):
         rates = [
-            rate(url, prompts(one.size, args.prompt, args.vocab, args.seed + seed), args.tokens, one.temperature)
+            rate(
+                url, prompts(one.size, args.prompt, args.vocab, args.seed + seed), args.tokens, one.temperature,
+                args.adapters,
+            )
             for seed in range(number * args.rounds, (number + 1) * args.rounds)
-        ]
+        ]  # fmt: skip
         found[one.label] = max(rates)
         shown = {"url": url, "wave": one.label, "tokens_per_s": [round(each, 1) for each in rates]}
         print(json.dumps(shown), flush=True)
@@ -87,6 +95,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1000, help="another one for servers that know these prompts")
+    parser.add_argument("--adapters", default=[""], type=lambda names: names.split(","), help="of requests, by turns")
     args = parser.parse_args()
     found = {url: measured(url, args.waves, args) for url in args.url}
     print("| | " + " | ".join(one.label for one in args.waves) + " |\n|---|" + "---|" * len(args.waves))

@@ -26,10 +26,11 @@ def mended() -> Iterator[None]:
     def dot(self: Any, a: Any, b: Any, acc: Any, *_: Any) -> Any:
         left, right = _widen(a), _widen(b)
         total = acc.data.copy()
-        for first in range(0, left.shape[1], 16):  # a chunk is summed for itself, as a GPU does
-            columns, rows = left.T[first : first + 16, :, None], right[first : first + 16, None]
-            # [16, M, N], of which numpy adds one after the other: so it sums the outermost of several dimensions.
-            total += np.multiply(columns, rows, order="C").sum(0)
+        for sums, one, other in zip(total, left, right, strict=True) if left.ndim == 3 else [(total, left, right)]:
+            for first in range(0, one.shape[1], 16):  # a chunk is summed for itself, as a GPU does
+                columns, rows = one.T[first : first + 16, :, None], other[first : first + 16, None]
+                # [16, M, N], of which numpy adds one after the other: so it sums the outermost of several dimensions.
+                sums += np.multiply(columns, rows, order="C").sum(0)
         return triton.TensorHandle(total, acc.dtype.scalar)
 
     scopes: list[Any] = []

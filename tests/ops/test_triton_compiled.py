@@ -132,7 +132,7 @@ from draftwing.ops.adapters.spec import AdapterWeights
 from draftwing.ops.adapters.triton import TritonAdapterOps
 for inputs, ends in ((4096, [4096, 5120, 6144]), (11008, [4096])):
     weights = AdapterWeights.empty(8, 16, inputs, ends, half, torch.device("meta"))
-    for rows in (1, 33):
+    for rows in (1, 65):
         x, y = empty(rows, inputs, dtype=half), empty(rows, ends[-1], dtype=half)
         TritonAdapterOps().adapt(y, x, weights, empty(rows))
 """
@@ -143,7 +143,8 @@ for inputs, ends in ((4096, [4096, 5120, 6144]), (11008, [4096])):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
 def test_adapters_compile(tmp_path: Path, capability: int) -> None:
     launches = compiled(ADAPTERS, tmp_path, capability)
-    assert len(launches) == 8 and max(int(shared) for shared, *_ in launches) <= 16 << 10, launches
+    # With more than 48 KB a kernel would leave the next ones little of their L1 cache.
+    assert len(launches) == 8 and max(int(shared) for shared, *_ in launches) <= 48 << 10, launches
 
 
 EXPERTS = """

@@ -237,6 +237,7 @@ class Engine:
             raise ConfigError(NOT_SERVED)
         check_name(name, self.options.model_names)
         card, adapter = checked_adapter(name, path, slots, self.options)
+        adapter = slots.imaged(adapter, self.parts.executor.device.host_memory)
         self._adapters.add(card, adapter, replace)
         log.info("the adapter %r is loaded: rank %d, %.1f MB", name, adapter.rank, adapter.nbytes / 1e6)
         return card

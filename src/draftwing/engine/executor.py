@@ -204,7 +204,10 @@ class Executor:
     def put_adapter(self, slot: int, adapter: Adapter) -> None:
         """Fills a slot, which no request that runs has."""
         assert self.adapters is not None
-        self.adapters.put(slot, adapter)
+        if adapter.image:
+            self.adapters.fill(slot, self.device.copy_in(adapter.image)[0])
+        else:
+            self.adapters.put(slot, adapter)
 
     def take_head(self, number: int) -> None:
         """Does as `LoadedHeads.take`."""

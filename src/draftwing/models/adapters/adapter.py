@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.adapters.groups import kind_of, of_experts, of_heads
+from draftwing.models.adapters.image import SlotLayout, copy_exactly, write_all
 from draftwing.models.apart import of_state_space
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import EXPERTS, DecoderModel
@@ -46,7 +47,7 @@ def checked_factors(down: Tensor, up: Tensor, where: str) -> None:
     for part in (down, up):
         if part.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise CheckpointError(f"{where}: expected floating point of 16 bits or more, found {part.dtype}")
-        if not part.isfinite().all():
+        if part.numel() and not torch.stack(part.aminmax()).isfinite().all():  # NaN comes through
             raise CheckpointError(f"{where}: expected numbers that are finite; found some that are not")
 
 
@@ -58,6 +59,7 @@ class Adapter:
     factors: Mapping[str, Factors]
     digest: str
     base: str = ""
+    image: Sequence[Tensor] = field(default=(), compare=False, repr=False)  # as `AdapterSlots.imaged` makes it
 
     @property
     def rank(self) -> int:
@@ -262,6 +264,7 @@ class AdapterSlots:
         self.weights = {
             name: self._empty(name, count, rank, linears[name], ends, model) for name, ends in self.targets.ends.items()
         }
+        self.layout, self._ranks = SlotLayout(self.weights, self.targets.groups), model.ranks
         model.take_adapters(self.weights, deterministic)
 
     def _empty(
@@ -296,3 +299,43 @@ class AdapterSlots:
             weights = self.weights[target.linear]
             group, place = divmod(target.slice, len(weights.bounds) - 1)
             weights.set((slot - 1) * groups[target.linear] + group + 1, place, *target.of(factors))
+
+    def imaged(self, adapter: Adapter, memory: Callable[[int], Tensor]) -> Adapter:
+        """Returns the adapter with an image of a slot that has it, in memory of the host, which is asked for by bytes.
+        Without one where there are several ranks, to which factors are sent, each in memory of its own."""
+        if self._ranks.size > 1:
+            own = {name: Factors(one.down.clone(), one.up.clone(), one.scale) for name, one in adapter.factors.items()}
+            return replace(adapter, factors=own)
+        if any(type(one) is not AdapterWeights for one in self.weights.values()):
+            return adapter
+        image = [memory(size) for size in self.layout.sizes]
+        into, by_linear = self.layout.weights_in(image), dict[str, list[str]]()
+        kept = dict(adapter.factors)
+        for name in adapter.factors:
+            by_linear.setdefault(self.targets.targets[name].linear, []).append(name)
+
+        def write(linear: str) -> None:
+            weights, names = into[linear], by_linear.get(linear, ())
+            slices, whole = len(weights.bounds) - 1, 0
+            for name in names:
+                whole += len(adapter.factors[name].down) == weights.rank
+            if whole < slices * len(weights.down):
+                weights.clear(1, len(weights.down))
+            for name in names:
+                target = self.targets.targets[name]
+                group, place = divmod(target.slice, slices)
+                down, up, scale = target.of(adapter.factors[name])
+                begin, end = weights.bounds[place : place + 2]
+                mine = weights.down[group, place, : len(down)], weights.up[group, : len(down), begin:end].T
+                copy_exactly(mine[0], down)
+                copy_exactly(mine[1], up)
+                if target.part.order is None and target.part.cut is None and down.dtype == mine[0].dtype:
+                    kept[name] = Factors(*mine, adapter.factors[name].scale)  # not twice in memory
+                weights.ranks[group, place], weights.scales[group, place] = len(down), scale
+
+        write_all([*into], write)
+        return replace(adapter, factors=kept, image=image)
+
+    def fill(self, slot: int, arrived: Tensor) -> None:
+        """Does as `put` with an image, which has arrived at the device, all of it in one."""
+        self.layout.fill(slot, arrived)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, open_gguf
 from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.models.adapters.adapter import Adapter, Factors, checked_factors
+from draftwing.models.adapters.files import digest_of_bytes
 from draftwing.models.config import ModelConfig
 from draftwing.models.gguf_tensors import (
     EXPERT_PARTS,
@@ -54,7 +54,7 @@ def read_file(path: Path, config: ModelConfig, most: int) -> Adapter:
             for theirs, part in _as_in_folders(own, other, config):
                 factors[theirs.removesuffix(".weight")] = Factors(one, part, alpha / len(one) if alpha else 1.0)
     base = file.metadata.get("general.base_model.0.name", "")
-    digest = hashlib.blake2b(file.data.tobytes(), digest_size=16).hexdigest()
+    digest = digest_of_bytes(memoryview(file.data.tobytes()))
     return Adapter(factors, digest, base if isinstance(base, str) else "")
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.models.adapters import groups
 from draftwing.models.adapters.adapter import MAX_RANK, Adapter, Factors, checked_factors
-from draftwing.models.adapters.files import CONFIG, WEIGHTS, read_config, read_file
+from draftwing.models.adapters.files import CONFIG, WEIGHTS, folder_digest, read_config, read_whole, tensors_of
 from draftwing.models.weight_map import canonical
 from draftwing.requests.refusals import show
 
@@ -52,15 +49,9 @@ def read_folder(folder: Path, most: int) -> Adapter:
             f"{path.name} is missing in {folder}; found adapter_model.bin, which is not read: save the adapter with "
             "safe_serialization"
         )
-    data = read_file(path, most)
-    try:
-        tensors = load(data)
-    except (SafetensorError, ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    digest = hashlib.blake2b(text, digest_size=16)
-    digest.update(data)
-    base = config.get("base_model_name_or_path")
-    return Adapter(_factors(tensors, config, path), digest.hexdigest(), base if isinstance(base, str) else "")
+    data, digest = read_whole(path, most)
+    factors, base = _factors(tensors_of(data, path), config, path), config.get("base_model_name_or_path")
+    return Adapter(factors, folder_digest(text, digest), base if isinstance(base, str) else "")
 
 
 def _check(config: Mapping[str, Any], path: Path) -> None:

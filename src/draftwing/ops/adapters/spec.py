@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SIZES = (1, 5, 9, 33)  # rows of batches that devices may have different kernels for
+SIZES = (1, 65)  # rows of batches that devices may have different kernels for
 
 
 class AdapterWeights(NamedTuple):

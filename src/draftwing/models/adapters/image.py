@@ -1,0 +1,84 @@
+"""An adapter as it lies in a slot of the device, in memory of the host: a slot is filled by a few copies that no step
+waits for, where hundreds of small ones would take as long as ten steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from draftwing.machine import processors
+from draftwing.ops.adapters.spec import AdapterWeights
+
+PART_BYTES: Final = 4 << 20  # of memory asked for at once; a GPU's driver does nothing else meanwhile, for about 1 ms
+_ALIGNED: Final = 16  # bytes at which tensors begin
+_FIELDS: Final = 4  # tensors of `AdapterWeights` that have a place for each slot, its first ones
+THREADS: Final = 4  # that write an image; memory is busy with fewer than these
+
+
+class SlotLayout:
+    """Where the factors of one slot lie in `sizes` bytes each of host memory, and of the device on their way."""
+
+    def __init__(self, weights: Mapping[str, AdapterWeights], groups: Mapping[str, int]) -> None:
+        """groups: how many slots of each of the weights are one of an adapter."""
+        self._weights, self._groups = weights, groups
+        self.sizes: list[int] = []
+        self._places: dict[str, tuple[int, list[int]]] = {}  # which memory, and where its tensors begin there
+        for name, one in weights.items():
+            begins, end = [], 0
+            for part in one[:_FIELDS]:
+                begins.append(end)
+                end += -(-part[: groups[name]].nbytes // _ALIGNED) * _ALIGNED
+            if not self.sizes or self.sizes[-1] + end > PART_BYTES:
+                self.sizes.append(0)
+            self._places[name] = len(self.sizes) - 1, [self.sizes[-1] + begin for begin in begins]
+            self.sizes[-1] += end
+
+    def weights_in(self, memory: Sequence[Tensor]) -> dict[str, AdapterWeights]:
+        """Returns weights of one slot that lie in memory [size] uint8 each."""
+        found = {}
+        for name, one in self._weights.items():
+            at, begins = self._places[name]
+            parts = []
+            for part, begin in zip(one[:_FIELDS], begins, strict=True):
+                like = part[: self._groups[name]]
+                parts.append(memory[at][begin : begin + like.nbytes].view(part.dtype).view(like.shape))
+            down, up, ranks, scales = parts
+            found[name] = AdapterWeights(down, up, ranks, scales, one.ends, one.bounds)
+        return found
+
+    def fill(self, slot: int, arrived: Tensor) -> None:
+        """Copies what has arrived at the device, all memory in one, into a slot, from 1 on."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, own in self.weights_in(arrived.split(self.sizes)).items():
+            first = (slot - 1) * self._groups[name]
+            targets += [part[first : first + self._groups[name]] for part in self._weights[name][:_FIELDS]]
+            sources += own[:_FIELDS]
+        for dtype in {part.dtype for part in targets}:
+            same = [i for i, part in enumerate(targets) if part.dtype == dtype]
+            torch._foreach_copy_([targets[i] for i in same], [sources[i] for i in same])
+
+
+def write_all(names: Sequence[str], write: Callable[[str], None]) -> None:
+    """Calls `write` for each of the names, several at once where there are processors for it."""
+    threads = min(THREADS, processors().threads, len(names))
+    if threads < 2:
+        for name in names:
+            write(name)
+        return
+    with ThreadPoolExecutor(threads, "adapter") as pool:
+        for _ in pool.map(write, names):
+            pass
+
+
+def copy_exactly(to: Tensor, source: Tensor) -> None:
+    """Copies between tensors of the host. NumPy's copy of a transposed matrix takes half as long as torch's, and no
+    more than one thread."""
+    if to.dtype != source.dtype or to.element_size() != 2:
+        to.copy_(source)
+    else:
+        to.view(torch.int16).numpy()[...] = source.view(torch.int16).numpy()

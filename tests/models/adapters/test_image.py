@@ -1,0 +1,116 @@
+"""Adapters as they lie in a slot: a few copies fill it with the same as factor by factor. And how files are read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+from tiny_adapters import write_adapter
+from tiny_checkpoint import write_checkpoint
+
+from draftwing.errors import CheckpointError
+from draftwing.models.adapters import files, image
+from draftwing.models.adapters.adapter import Adapter, AdapterSlots
+from draftwing.models.adapters.files import digest_of_bytes, read_whole, tensors_of
+from draftwing.models.adapters.read import read_adapter
+from draftwing.models.loader import load_model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def slots_of(tiny: Path, rank: int = 4) -> AdapterSlots:
+    return AdapterSlots(load_model(tiny, torch.float32, "cpu"), 3, rank)
+
+
+def stored(slots: AdapterSlots, tiny: Path, folder: Path, **given: object) -> Adapter:
+    write_adapter(folder, tiny, **given)  # type: ignore[arg-type]
+    return slots.targets.fit(read_adapter(folder, slots.targets.config, 1 << 24))
+
+
+def memory(size: int) -> torch.Tensor:
+    return torch.full((size,), 255, dtype=torch.uint8)  # NaN, wherever nothing is written
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"rank": 3}, {"rank": 2, "targets": ("q_proj", "down_proj")}, {"dtype": torch.bfloat16}],
+    ids=["whole", "smaller", "some", "of another type"],
+)
+def test_an_image_is_the_same(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, object], threads: int
+) -> None:
+    monkeypatch.setattr(image, "THREADS", threads)
+    monkeypatch.setattr(image, "PART_BYTES", 2_000)  # so that there are several
+    one, other = slots_of(tiny), slots_of(tiny)
+    adapter, before = stored(one, tiny, tmp_path / "one", seed=1, **given), stored(one, tiny, tmp_path / "two", seed=2)
+    imaged = one.imaged(adapter, memory)
+    assert len(imaged.image) > 1
+    one.put(2, before)
+    other.put(2, before)
+    one.fill(2, torch.cat(list(imaged.image)))
+    other.put(2, adapter)
+    for name, weights in one.weights.items():
+        for found, expected in zip(weights[:4], other.weights[name][:4], strict=True):
+            assert torch.equal(found, expected), name
+    other.put(3, imaged)  # its factors are views of the image now
+    for weights in other.weights.values():
+        assert all(torch.equal(part[1], part[2]) for part in weights[:4])
+
+
+def test_several_ranks_get_factors_of_their_own(tiny: Path, tmp_path: Path) -> None:
+    slots = slots_of(tiny)
+    adapter = stored(slots, tiny, tmp_path / "one")
+    slots._ranks = SimpleNamespace(size=2)  # type: ignore[assignment]
+    imaged = slots.imaged(adapter, memory)
+    assert not imaged.image
+    assert all(one.down.untyped_storage().nbytes() == one.down.nbytes for one in imaged.factors.values())
+
+
+# -- files
+
+
+def test_tensors_are_those_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PART", 1000)
+    kinds = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool
+    tensors = {str(kind): (torch.arange(-105, 105).view(2, 3, 35) / 3).to(kind) for kind in kinds}
+    tensors |= {"none": torch.zeros(0, 4), "one": torch.tensor(2.5)}
+    path = tmp_path / "some.safetensors"
+    path.write_bytes(save(tensors, {"format": "pt"}))
+    data, digest = read_whole(path, 1 << 20)
+    assert digest == digest_of_bytes(memoryview(path.read_bytes()))
+    found, expected = tensors_of(data, path), load_file(path)
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        assert found[name].dtype == one.dtype and torch.equal(found[name], one), name
+    path.write_bytes(path.read_bytes()[:-1] + b"\x77")
+    assert read_whole(path, 1 << 20)[1] != digest
+    with pytest.raises(CheckpointError, match="expected at most 100 bytes"):
+        read_whole(path, 100)
+
+
+ONE = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        ONE | {"shape": [2, 4]}, ONE | {"data_offsets": [4, 28]}, ONE | {"data_offsets": [24, 0]}, ONE | {"dtype": "X"},
+        ONE | {"shape": [-2, -3]}, ONE | {"shape": [2, True, 3]}, ONE | {"shape": 6}, ONE | {"more": 1}, {"shape": [6]},
+        [], {**ONE, "data_offsets": [0, 8, 24]}, {**ONE, "data_offsets": ["0", "24"]}, None,
+    ],
+)  # fmt: skip
+def test_headers_that_are_refused(tmp_path: Path, header: object) -> None:
+    text = json.dumps({"x": header}).encode()
+    data = struct.pack("<Q", len(text)) + text + bytes(24)
+    for bad in (data, data[:5], struct.pack("<Q", 1 << 60) + data[8:], struct.pack("<Q", 3) + b"[1]", b""):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            tensors_of(torch.frombuffer(bytearray(bad or b"\0"), dtype=torch.uint8), tmp_path / "x")
