@@ -365,7 +365,7 @@ def fill_parameters(
             if part.order is not None:
                 tensor = part.order.of(name, tensor)
             param = params[part.param]
-            check_shape(name, tensor, part.of(param))
+            check_shape(name, stored_shape(tensor), list(part.of(param).shape))
             owner = module.get_submodule(part.param.rpartition(".")[0])
             if isinstance(owner, Linear) and part.times != 1:
                 tensor, part = _scaled(name, tensor, part.times), part._replace(times=1.0)
@@ -409,14 +409,19 @@ def _scaled(name: str, value: Stored, times: float) -> Stored:
     )
 
 
-def check_shape(name: str, value: Stored, param: Tensor) -> None:
-    """Raises CheckpointError for a value of another shape than the parameter that it fills, or the part of one."""
-    if isinstance(value, BlockRows | MXRows):
-        shape = [len(value.data) if isinstance(value, BlockRows) else value.rows, value.columns]
-    else:
-        shape = list(value.codes.shape if isinstance(value, QuantizedRows) else value.shape)
-    if shape != list(param.shape):
-        raise CheckpointError(f"{name}: expected shape {list(param.shape)}, found {shape}")
+def check_shape(name: str, shape: list[int], expected: list[int]) -> None:
+    """Raises CheckpointError for a tensor of another shape than what it fills."""
+    if shape != expected:
+        raise CheckpointError(f"{name}: expected shape {expected}, found {shape}")
+
+
+def stored_shape(value: Stored) -> list[int]:
+    """Returns the shape of a tensor, or of a matrix that is stored in blocks or groups."""
+    if isinstance(value, BlockRows):
+        return [len(value.data), value.columns]
+    if isinstance(value, MXRows):
+        return [value.rows, value.columns]
+    return list(value.codes.shape if isinstance(value, QuantizedRows) else value.shape)
 
 
 def allocate(module: nn.Module, name: str, meta: nn.Parameter, device: torch.device | str) -> nn.Parameter:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import tiny_quantised
 import torch
 from hybrid_gguf import write
 from hybrid_models import layer_weights, reference, saved, with_layer
+from torch import Tensor
 
 from draftwing.config.options import Options
+from draftwing.models.heads import own_layers
 from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.library import describe
 from draftwing.models.loader import load_config, load_model
@@ -96,6 +100,29 @@ def test_layers_of_other_sizes_do_not_draft(tmp_path: Path, caplog: pytest.LogCa
         assert chosen(folder) == ("none", None)
     assert "cannot be loaded, so nothing is drafted: " in caplog.text
     assert "mtp.fc.weight: expected shape [64, 128], found [128, 128]" in caplog.text
+
+
+def test_layers_are_looked_at_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices that are put together, as those of experts in 4 bits are, would take much memory all at once."""
+    theirs, there, most = reference("qwen3.5"), 0, 0
+
+    def gone() -> None:
+        nonlocal there
+        there -= 1
+
+    def copied(quantization: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        nonlocal there, most
+        for name, value in tensors:
+            made = value.clone()
+            weakref.finalize(made, gone)
+            there += 1
+            most = max(most, there)
+            yield name, made
+            del made
+
+    monkeypatch.setattr(own_layers, "assembled", copied)
+    assert chosen(with_layer(tmp_path, theirs, layer_weights(theirs))) == ("NEXTN", None)
+    assert 1 <= most <= 2 and there == 0
 
 
 @pytest.mark.parametrize("gguf", [False, True])

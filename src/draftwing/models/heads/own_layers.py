@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from draftwing.models.gguf_tensors import own_layers, tensors
 from draftwing.models.heads.config import same
 from draftwing.models.heads.mtp import check_trainable, mtp_head_of, stored_layers
 from draftwing.models.hub import resolve_model
-from draftwing.models.loader import Stored, check_shape, load_config
+from draftwing.models.loader import Stored, check_shape, load_config, stored_shape
 from draftwing.models.quantised.read import assembled
 from draftwing.models.weight_map import (
     MTP,
@@ -69,15 +70,17 @@ def _loads(path: Path, config: ModelConfig) -> bool:
     """Returns whether prediction layers in a model's files, or in one next to them, are what is read here, by the names
     and shapes of their tensors; says why where they are not."""
     target, why = DecoderModel(config, torch.bfloat16, "meta"), ""
-    try:
-        own = mtp_tensors(path, target, False, True)
+    try:  # without the values, for experts that are put together would take much memory
+        own = {name: stored_shape(value) for name, value in _each_tensor(path, target, False, True)}
         head = mtp_head_of(own, target, torch.bfloat16, config.weight_format)
         table, params = head.names(), dict(head.named_parameters(remove_duplicate=False))
         if missing := set(table) - set(own):
             why = f"tensors are missing: {listed(sorted(missing))}"
         for name, part in table.items() if not missing else ():
-            value = own[name] if part.order is None else part.order.of(name, own[name])
-            check_shape(name, value, part.of(params[part.param]))
+            expected = list(part.of(params[part.param]).shape)
+            if part.order is not None:
+                expected[part.order.axis] = part.order.whole
+            check_shape(name, own[name], expected)
     except CheckpointError as error:
         why = str(error)
     if why:
@@ -186,15 +189,20 @@ UNSERVED = re.compile(r"(^|\.)(eh_proj|shared_head)\.|^(model\.)?mtp\.")
 def mtp_tensors(path: Path, target: DecoderModel, dummy: bool, in_blocks: bool) -> dict[str, Stored]:
     """Returns them by the names that the layers have here, of a folder or a `.gguf` file; dummy: of meta data alone.
     in_blocks: of a file as it stores them. Raises CheckpointError where there are none that can be served."""
-    own: dict[str, Stored] = (
-        _of_gguf(path, target, dummy, in_blocks) if path.suffix == ".gguf" else _of_folder(path, target, dummy)
-    )
-    if not own:
+    return dict(_each_tensor(path, target, dummy, in_blocks))
+
+
+def _each_tensor(path: Path, target: DecoderModel, dummy: bool, in_blocks: bool) -> Iterator[tuple[str, Stored]]:
+    """Yields these."""
+    found, of_file = False, path.suffix == ".gguf"
+    for pair in _of_gguf(path, target, dummy, in_blocks) if of_file else _of_folder(path, target, dummy):
+        found = True
+        yield pair
+    if not found:
         raise CheckpointError(
             f"{path} has no multi-token prediction layers ({_prefix(target)}*){_dropped(path)}: give a draft model "
             "with --speculative-draft-model-path"
         )
-    return own
 
 
 def of_prediction_layer(name: str, target: ModelConfig) -> bool:
@@ -217,8 +225,8 @@ def _prefix(target: DecoderModel) -> str:
     return {"numbered": numbered, "mtp": one}.get(config.family.predicts, MTP_LAYERS)
 
 
-def _of_folder(path: Path, target: DecoderModel, dummy: bool) -> dict[str, Stored]:
-    """Returns the tensors of prediction layers in a folder, put together; names with the `model.` prefix. Raises
+def _of_folder(path: Path, target: DecoderModel, dummy: bool) -> Iterator[tuple[str, Stored]]:
+    """Yields the tensors of prediction layers in a folder, put together; names with the `model.` prefix. Raises
     CheckpointError for those of another model."""
     raw = read_json(path / "config.json")
     stored = mtp_weights(raw, path).items() if dummy else folder_tensors(path)
@@ -232,7 +240,7 @@ def _of_folder(path: Path, target: DecoderModel, dummy: bool) -> dict[str, Store
     if not own:
         if found is not None:
             raise unserved(path, found)
-        return {}
+        return
     config = load_config(path)
     for name in ("hidden_size", "vocab_size"):
         same(f"draft model {path}: {name}", getattr(target.config, name), getattr(config, name))
@@ -243,11 +251,11 @@ def _of_folder(path: Path, target: DecoderModel, dummy: bool) -> dict[str, Store
     if isinstance(latent, LatentAttentionConfig):
         each = without_latents(each, latent, {})
     renamed = ((nextn_name(name, target.config), value) for name, value in each)
-    return {name: value for name, value in renamed if name is not None}
+    yield from ((name, value) for name, value in renamed if name is not None)
 
 
-def _of_gguf(path: Path, target: DecoderModel, dummy: bool, in_blocks: bool) -> dict[str, Stored]:
-    """Returns the same of a file. Its own layers may be missing."""
+def _of_gguf(path: Path, target: DecoderModel, dummy: bool, in_blocks: bool) -> Iterator[tuple[str, Stored]]:
+    """Yields the same of a file. Its own layers may be missing."""
     file, config = open_gguf(path), target.config
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or in_gguf().get(arch) != config.architecture:
@@ -258,8 +266,10 @@ def _of_gguf(path: Path, target: DecoderModel, dummy: bool, in_blocks: bool) -> 
         same(f"draft model {path}: vocab_size", config.vocab_size, file.tensors["token_embd.weight"].shape[0])
     if dummy:
         predicts = fields.whole("block_count", high=MAX_LAYERS) - own_layers(fields)
-        return {f"{MTP}fc.weight": torch.empty(1, device="meta")} if predicts else {}
-    return dict(tensors(file, config, None, in_blocks, predicting=True))
+        if predicts:
+            yield f"{MTP}fc.weight", torch.empty(1, device="meta")
+        return
+    yield from tensors(file, config, None, in_blocks, predicting=True)
 
 
 def _dropped(path: Path) -> str:
