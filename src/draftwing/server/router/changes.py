@@ -59,6 +59,6 @@ async def in_time(seconds: float, start: Coroutine[Any, Any, T]) -> T:
         async with timeout:
             return await start
     except TimeoutError as error:
-        own = f"TimeoutError: {error}"
+        own = f"TimeoutError: {str(error) or 'of something that it waited for'}"
         why = f"it was not ready within {seconds:g} s (--load-timeout)" if timeout.expired() else own
         raise EngineDead(why) from error
