@@ -54,6 +54,19 @@ def test_one_runs(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["host_level", "sleep"])
+def test_what_turns_an_engine_itself_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By parts of the engine that nobody else names."""
+    run = script(ROOT / "benchmarks" / "gpu_kernels" / f"{name}.py")
+    own = ["--tokens=1000"] if name == "host_level" else ["--times=1"]
+    monkeypatch.setattr(sys, "argv", [name, "--tiny", "--shapes=8b", *own, "num_threads=1"])
+    run.main()
+    assert capsys.readouterr().out.strip()
+
+
 def test_an_inflated_pair_writes_the_same_text(tmp_path: Path) -> None:
     inflate = script(ROOT / "tools" / "inflate.py")
     shape = {"hidden_size": 80, "intermediate_size": 200, "num_hidden_layers": 8, "num_attention_heads": 12,

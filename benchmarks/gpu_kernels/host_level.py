@@ -31,6 +31,7 @@ from loading import CONFIG
 from restarts import forget_pages
 
 from draftwing.config.options import Options
+from draftwing.engine.client_data import ClientData
 from draftwing.engine.engine import Engine
 from draftwing.engine.saved_prefixes import SavedPrefixes
 from draftwing.kv.prefix_index import digest_of
@@ -107,7 +108,7 @@ def measure(shape: str, args: argparse.Namespace, place: Path) -> dict[str, Any]
     # Made-up weights have no digest by which another process could know them; here this process reads what it wrote.
     store = PrefixStore(place / "prefixes", digest_of(shape.encode()), DISK)
     saved = SavedPrefixes(store, engine.parts, HOST["tiny" if args.tiny else shape])
-    engine._save_prefixes(saved)
+    engine._saved, engine._clients = saved, ClientData(engine.parts, engine._checks, None, saved)
     assert saved._host is not None
     started = time.perf_counter() - began
     rng = random.Random(0)

@@ -98,11 +98,13 @@ def nap(engine: Engine) -> None:
 
 
 def held(engine: Engine) -> int:
-    """Bytes that may be given back."""
+    """Bytes that may be given back; on a GPU buffers of the host are there besides."""
     executor = engine.parts.executor
+    kind = executor.device.device.type
     away, executor.away = executor.away, None  # which has the host's copies
     try:
-        return sum(one.nbytes() for one in storages_of(tensors_of(executor)).values())
+        found = [tensor for tensor in tensors_of(executor) if tensor.device.type == kind]
+        return sum(one.nbytes() for one in storages_of(found).values())
     finally:
         executor.away = away
 
