@@ -116,6 +116,33 @@ def test_bits_where_tiles_cut_groups(heads: tuple[int, int], nodes: int, device:
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("dim, slices", [(80, 4), (64, 2)])
+def test_programs_share_a_merge(dim: int, slices: int, lanes: int, device: torch.device) -> None:
+    """Behind long page tables each has some elements of values; the bits are those of one program."""
+    case = make_case([37, 239, 0], 6, device, (4, 1), dim=dim)
+    tiling = TINY._replace(programs=512, context_programs=3 * lanes)
+    how = attention.plan(3, 6, case.path.shape[2], 4, case.kv, case.table.shape[1], 6, True, tiling)
+    assert how.two_launches and (how.lanes > 1) == (lanes > 1)
+    splits = attention.split_count(case.table.shape[1], tiling)
+    assert attention.merge_slices(6, splits, dim, 0, tiling._replace(shared_merge=splits)) == slices
+    one = case.run(tiling=tiling._replace(shared_merge=splits + 1))
+    torch.testing.assert_close(one.double(), case.expected(), atol=2e-5, rtol=1e-4)
+    assert torch.equal(case.run(tiling=tiling._replace(shared_merge=splits)), one)
+
+
+def test_when_programs_share_a_merge() -> None:
+    """Those of an 8B Llama's trees of 16 nodes on an H200."""
+
+    def slices(batch: int, length: int, dim: int = 128, more: int = 0) -> int:
+        splits = attention.split_count(length, common.TILING_HOPPER)
+        return int(attention.merge_slices(32 * batch, splits, dim, more, common.TILING_HOPPER))
+
+    assert [slices(batch, 131072) for batch in (1, 2, 4, 8)] == [4, 4, 2, 1]
+    assert slices(1, 8192) == 1, "there is little to merge"
+    assert slices(1, 131072, 64) == 2 and slices(1, 131072, 512, 64) == 1
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
 def test_masked_trees_in_one_lane_and_several(lanes: int, device: torch.device) -> None:
     case = make_case([63, 127, 239, 0], 6, device, (4, 1), dim=16)
     tiling, inputs_ready = TINY._replace(programs=8 * lanes), lanes > 1

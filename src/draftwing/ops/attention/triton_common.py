@@ -52,6 +52,7 @@ class Tiling(NamedTuple):
     context_rows: int = 32  # of the first launch of trees, which reads what all nodes share; 0: one launch
     context_stages: int = 2
     context_programs: int = 132
+    shared_merge: int = 64  # splits of a page table from which on programs share the merge of a tile, by elements
     window_rows: int = 32  # where many trees read a masked window; few take tiles of `rows`
     prefill_rows: int = 32
     prefill_stages: int = 3
@@ -162,10 +163,11 @@ def first_seen(position, WINDOW: tl.constexpr):
 
 @triton.jit
 def load_kv(
-    kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr, DTYPE: tl.constexpr
+    kv, slot, head, ok, dim, vdim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """slot [K] int32 or int64, dim [DIM_PAD] -> keys, in two parts as queries are, and values [K, DIM_PAD] as DTYPE, 0
-    where not ok; a pool in 8 bits is widened, which is exact. MORE: as `key_parts` has it."""
+    """slot [K] int32 or int64, dim [DIM_PAD] -> keys, in two parts as queries are, and values [K, W] as DTYPE, 0 where
+    not ok; a pool in 8 bits is widened, which is exact. vdim [W]: which elements of values, all where they are a part
+    of keys. MORE: as `key_parts` has it."""
     ROW: tl.constexpr = DIM + (MORE if MORE > 0 else DIM)
     at = kv + (slot.to(tl.int64) * (KV_HEADS * ROW) + head * ROW)[:, None]
     mask = ok[:, None] & (dim < DIM)[None, :]
@@ -175,7 +177,8 @@ def load_kv(
         more = tl.load(at + DIM + behind[None, :], mask=ok[:, None] & (behind < MORE)[None, :], other=0.0)
         k, v = (first, _widened(more, DTYPE)), first
     else:
-        k, v = (first,), _widened(tl.load(at + DIM + dim[None, :], mask=mask, other=0.0), DTYPE)  # type: ignore[assignment]
+        mask = ok[:, None] & (vdim < DIM)[None, :]
+        k, v = (first,), _widened(tl.load(at + DIM + vdim[None, :], mask=mask, other=0.0), DTYPE)  # type: ignore[assignment]
     return k, v
 
 

@@ -111,6 +111,18 @@ def plan(
     return Plan(exact, two, rows, lanes, splits if lanes > 1 else 2 if two else 0)
 
 
+def merge_slices(programs: int, splits: int, dim: int, more: int, tiling: Tiling) -> int:
+    """Returns how many programs share a tile of the second launch, each with a part of the values' elements. programs:
+    tiles; splits: of a page table; dim, more: as `key_parts` has them.
+
+    Splits are merged one after the other, and behind a long context that takes longer than all else of the launch."""
+    slices = 1
+    if not more and splits >= tiling.shared_merge:
+        while slices < 4 and padded(dim) > 32 * slices and 2 * slices * programs <= tiling.programs:
+            slices *= 2
+    return slices
+
+
 def split_count(length: int, tiling: Tiling) -> int:
     """Splits that [0, length) touches."""
     near, far = min(length, tiling.tier), max(length - tiling.tier, 0)
@@ -200,8 +212,11 @@ def tree_attention(
         front, step, at_once, steps = (padded(window), 1, 1, 1)
         if how.exact:
             front, step, at_once, steps = _own_tiling(queries, own_lanes, group, tile, tiling)
-        merge_rows = min(16, tile, triton.next_power_of_2(queries * group))
-        launched = tree_kernel[(lanes, kv_heads * tiles, times)](
+        merge_rows, slices = min(16, tile, triton.next_power_of_2(queries * group)), 1
+        if phase == 2:
+            slices = merge_slices(kv_heads * tiles * times, split_count(table.shape[1], tiling), dim, more, tiling)
+        width = padded(dim) // slices
+        launched = tree_kernel[(lanes * slices, kv_heads * tiles, times)](
             q, kv, table, rows, prefix_len, path, path_len, *own, starts, batch, kind.sinks, out, parts, stats, tickets,
             scale_of(dim, kind) * scales[0], scales[kv.shape[2] - 1], q.stride(0), table.stride(0), how.parts, window,
             WINDOW=kind.reach, QUERIES=queries, DEPTH=depth, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, MORE=more,
@@ -209,7 +224,8 @@ def tree_attention(
             LONG=tiling.long, LANES=own_lanes, FRONT=front, STEP=step, AT_ONCE=at_once, STEPS=steps, EXACT=how.exact,
             CAP=kind.cap, PHASE=phase,
             ONE_LANE=how.lanes == 1, MERGE_ROWS=merge_rows,
-            MERGE=min(16, (128 << 7) // (merge_rows * padded(dim))), STAGES=stages, INPUTS_READY=inputs_ready,
+            MERGE=min(16, (128 << 7) // (merge_rows * width)), STAGES=stages, SLICES=slices,
+            INPUTS_READY=inputs_ready,
             num_warps=warps_of(tile, tiling), **ROUNDING, **launch_options(q.device),
         )  # fmt: skip
         keep_cache(launched)

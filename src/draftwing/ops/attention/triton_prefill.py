@@ -74,7 +74,7 @@ def _prefill_kernel(
         place = unit + tl.arange(0, UNIT)
         ok = place < end
         slot = tl.load(table_row + place, mask=ok, other=0)
-        k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
+        k, v = load_kv(kv, slot, head, ok, dim, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
         seen = place[None, :] <= last[:, None]
         if WINDOW != 0:
             seen = seen & (place[None, :] >= first_seen(last, WINDOW)[:, None])

@@ -130,18 +130,18 @@ def _store_context(
 
 @triton.jit
 def _load_own(
-    kv, slot, head, ok, dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr, DTYPE: tl.constexpr
+    kv, slot, head, ok, dim, vdim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr, DTYPE: tl.constexpr
 ):
     """As load_kv. A weight of 0 times NaN would spoil the tile's other nodes, so NaN among values becomes 0. Whoever
     sees the node has NaN from its keys, which are NaN where its values are."""
-    k, v = load_kv(kv, slot, head, ok, dim, KV_HEADS, DIM, MORE, DTYPE)
+    k, v = load_kv(kv, slot, head, ok, dim, vdim, KV_HEADS, DIM, MORE, DTYPE)
     return k, tl.where(v == v, v, 0.0)
 
 
 @triton.jit
 def _group_keys(
-    kv, table_row, columns, places, seen, head, own_group, first_subset, first_group, low, dim, start_at, offset, stop,
-    queries, node,
+    kv, table_row, columns, places, seen, head, own_group, first_subset, first_group, low, dim, vdim, start_at, offset,
+    stop, queries, node,
     WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr, LANES: tl.constexpr,
     FRONT: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +157,7 @@ def _group_keys(
     column = tl.load(columns + leader * LANES + within, mask=ok, other=-1)
     ok = column >= 0
     slot = tl.load(table_row + column, mask=ok, other=0)
-    k, v = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, MORE, DTYPE)
+    k, v = _load_own(kv, slot, head, ok, dim, vdim, KV_HEADS, DIM, MORE, DTYPE)
     mine = ((node // _NODES)[:, None] == subset[None, :]) & (own_group[:, None] == group_of[None, :]) & ok[None, :]
     bits = tl.load(seen + node[:, None] * (LANES // 16) + (within // 16)[None, :], mask=mine, other=0)
     mine = mine & ((bits >> (within % 16)[None, :]) & 1 != 0)
@@ -169,7 +169,7 @@ def _group_keys(
 
 @triton.jit
 def _window_keys(
-    kv, table_row, path, path_len, prefix, head, node, low, valid, dim, window,
+    kv, table_row, path, path_len, prefix, head, node, low, valid, dim, vdim, window,
     WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr,
     FRONT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +186,7 @@ def _window_keys(
     on = on & (entry < window)[None, :]
     ok = tl.max(on.to(tl.int32), 0) > 0
     slot = tl.load(table_row + prefix + entry, mask=ok, other=0)
-    k, v = _load_own(kv, slot, head, ok, dim, KV_HEADS, DIM, MORE, DTYPE)
+    k, v = _load_own(kv, slot, head, ok, dim, vdim, KV_HEADS, DIM, MORE, DTYPE)
     return k, v, on
 
 
@@ -203,7 +203,7 @@ def _with_both(q_tile, s, v, own_k, own_v, mine, scale, top, den, acc, CAP: tl.c
 @triton.jit
 def _with_mixed_unit(
     q_tile, kv, table_row, path, path_len, columns, places, seen, group_of, groups, prefix, shared, at, head, tile,
-    node, low, valid, dim, scale, window, queries, top, den, acc,
+    node, low, valid, dim, vdim, scale, window, queries, top, den, acc,
     WINDOW: tl.constexpr, DEPTH: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     MORE: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, LANES: tl.constexpr, FRONT: tl.constexpr,
     STEP: tl.constexpr, AT_ONCE: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr,
@@ -215,11 +215,11 @@ def _with_mixed_unit(
     if WINDOW != 0:
         visible = visible & (place[None, :] >= low[:, None])
     slot = tl.load(table_row + place, mask=common, other=0)
-    k, v = load_kv(kv, slot, head, common, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
+    k, v = load_kv(kv, slot, head, common, dim, vdim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
     s = tl.where(visible, scores(q_tile, k, scale, CAP), float("-inf"))
     if not EXACT:
         own_k, own_v, mine = _window_keys(
-            kv, table_row, path, path_len, prefix, head, node, low, valid, dim, window, WINDOW, DEPTH, KV_HEADS,
+            kv, table_row, path, path_len, prefix, head, node, low, valid, dim, vdim, window, WINDOW, DEPTH, KV_HEADS,
             DIM, MORE, FRONT, q_tile[0].dtype,
         )  # fmt: skip
         top, den, acc = _with_both(q_tile, s, v, own_k, own_v, mine, scale, top, den, acc, CAP)
@@ -230,8 +230,8 @@ def _with_mixed_unit(
         rounds = (tl.max(tl.load(groups + node, mask=valid, other=1), 0) + AT_ONCE - 1) // AT_ONCE * STEPS
         if rounds == 1:
             own_k, own_v, mine = _group_keys(
-                kv, table_row, columns, places, seen, head, own_group, first, 0, low, dim, front, front - shared, stop,
-                queries, node, WINDOW, KV_HEADS, DIM, MORE, LANES, FRONT, STEP, AT_ONCE, q_tile[0].dtype,
+                kv, table_row, columns, places, seen, head, own_group, first, 0, low, dim, vdim, front, front - shared,
+                stop, queries, node, WINDOW, KV_HEADS, DIM, MORE, LANES, FRONT, STEP, AT_ONCE, q_tile[0].dtype,
             )  # fmt: skip
             top, den, acc = _with_both(q_tile, s, v, own_k, own_v, mine, scale, top, den, acc, CAP)
         else:
@@ -239,8 +239,8 @@ def _with_mixed_unit(
             for i in range(rounds):
                 own_k, _, mine = _group_keys(
                     kv, table_row, columns, places, seen, head, own_group, first + i % STEPS * STEP,
-                    i // STEPS * AT_ONCE, low, dim, front, front - shared, stop, queries, node, WINDOW, KV_HEADS, DIM,
-                    MORE, LANES, FRONT, STEP, AT_ONCE, q_tile[0].dtype,
+                    i // STEPS * AT_ONCE, low, dim, vdim, front, front - shared, stop, queries, node, WINDOW, KV_HEADS,
+                    DIM, MORE, LANES, FRONT, STEP, AT_ONCE, q_tile[0].dtype,
                 )  # fmt: skip
                 best = tl.maximum(best, tl.max(tl.where(mine, scores(q_tile, own_k, scale, CAP), float("-inf")), 1))
             top, base, fade = raised(top, best, scale)
@@ -248,8 +248,8 @@ def _with_mixed_unit(
             for i in range(rounds):
                 own_k, own_v, mine = _group_keys(
                     kv, table_row, columns, places, seen, head, own_group, first + i % STEPS * STEP,
-                    i // STEPS * AT_ONCE, low, dim, front, front - shared, stop, queries, node, WINDOW, KV_HEADS, DIM,
-                    MORE, LANES, FRONT, STEP, AT_ONCE, q_tile[0].dtype,
+                    i // STEPS * AT_ONCE, low, dim, vdim, front, front - shared, stop, queries, node, WINDOW, KV_HEADS,
+                    DIM, MORE, LANES, FRONT, STEP, AT_ONCE, q_tile[0].dtype,
                 )  # fmt: skip
                 own_s = tl.where(mine, scores(q_tile, own_k, scale, CAP), float("-inf"))
                 den, acc = added(own_s, scale, base, own_v, den, acc)
@@ -280,7 +280,7 @@ def tree_kernel(
     FRONT: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr,
     CAP: tl.constexpr, PHASE: tl.constexpr,
     ONE_LANE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr,
-    INPUTS_READY: tl.constexpr, PDL: tl.constexpr,
+    SLICES: tl.constexpr, INPUTS_READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (lanes, KV_HEADS * TILES, B). Program (l, h, b): a run of the splits of a tile of one key head; of a tile's
     programs the last to finish merges what all stored. ONE_LANE: a tile's only program merges in registers.
@@ -293,7 +293,8 @@ def tree_kernel(
     starts[b] up to starts[b + 1], QUERIES at most, and the grid is (lanes, KV_HEADS, `ragged_tiles`).
 
     PHASE 0 does everything. PHASE 1 the units that all nodes read whole, and stores the states it ends in: of each
-    split, or with ONE_LANE of all finished splits together, and of the last. PHASE 2 goes on from there, in one lane.
+    split, or with ONE_LANE of all finished splits together, and of the last. PHASE 2 goes on from there, in one lane:
+    one program, or SLICES, of which each has a part of the values' elements.
 
     WINDOW: `AttentionKind.reach`; CAP, sinks: as `AttentionKind` has them; `window`: of the batch.
 
@@ -308,7 +309,12 @@ def tree_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SINGLE: tl.constexpr = QUERIES == 1 and DEPTH == 1  # no unit has keys that rows do not share
     KEEP: tl.constexpr = ONE_LANE or PHASE == 2
-    lane, lanes = tl.program_id(0), tl.num_programs(0)
+    tl.static_assert(SLICES == 1 or (PHASE == 2 and MORE == 0))
+    W: tl.constexpr = DIM_PAD // SLICES  # elements of values
+    if SLICES > 1:
+        lane, lanes = 0, 1
+    else:
+        lane, lanes = tl.program_id(0), tl.num_programs(0)
     head = tl.program_id(1) // TILES
     if starts is None:
         tile = tl.program_id(1) % TILES
@@ -334,6 +340,7 @@ def tree_kernel(
     node = flat // GROUP
     valid = node < queries
     dim = tl.arange(0, DIM_PAD)
+    vdim = dim if SLICES == 1 else tl.program_id(0) * W + tl.arange(0, W)
     own_head = head * GROUP + flat % GROUP
     out_row = (first_query + node) * HEADS + own_head
     stride = queries * GROUP  # parts of a split
@@ -358,7 +365,7 @@ def tree_kernel(
     first_split = splits_of(begin + 1, SHORT, TIER, LONG) - 1
     origin = split_start(first_split, SHORT, TIER, LONG)
     splits = splits_of(end, SHORT, TIER, LONG)
-    top, den, acc = nothing(ROWS, DIM_PAD)
+    top, den, acc = nothing(ROWS, W)
     all_top, all_den, all_acc = top, tl.zeros([ROWS], tl.float32), acc  # of the splits before, where KEEP
 
     # A lane has the splits that begin in its part of the positions.
@@ -391,28 +398,29 @@ def tree_kernel(
         merge_from = 0 if ONE_LANE else first_split * stride
         count = finished if ONE_LANE else split - first_split
         all_top, all_den, all_acc = _merge_parts(
-            parts, stats, part + merge_from, stride, tl.where(begin < whole, count, 0), valid, dim, DIM, DIM_PAD, ROWS,
+            parts, stats, part + merge_from, stride, tl.where(begin < whole, count, 0), valid, vdim, DIM, W, ROWS,
             MERGE,
         )  # fmt: skip
-        top, old_den, acc = _load_part(parts, stats, part + finished * stride, valid & begun, dim, DIM)
+        top, old_den, acc = _load_part(parts, stats, part + finished * stride, valid & begun, vdim, DIM)
         den += old_den[:, None]
     else:
         for at in tl.range(start_at, whole, UNIT, num_stages=STAGES):  # units that every row reads whole
             if (at > start_at) & begins_split(at, SHORT, TIER, LONG):
                 all_top, all_den, all_acc = _end_split(
-                    parts, stats, part + split * stride, valid, dim, top, den, acc, all_top, all_den, all_acc, DIM, KEEP
-                )
+                    parts, stats, part + split * stride, valid, vdim, top, den, acc, all_top, all_den, all_acc, DIM,
+                    KEEP,
+                )  # fmt: skip
                 split += 1
-                top, den, acc = nothing(ROWS, DIM_PAD)
+                top, den, acc = nothing(ROWS, W)
             place = at + tl.arange(0, UNIT)
             if SINGLE:
                 slot = tl.load(table_row + place, mask=place < prefix, other=0)
                 slot = tl.where(place < prefix, slot, own_slot)
-                k, v = load_kv(kv, slot, head, place < end, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
+                k, v = load_kv(kv, slot, head, place < end, dim, vdim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
                 s = tl.where((place < end)[None, :], scores(q_tile, k, scale, CAP), float("-inf"))
             else:
                 slot = tl.load(table_row + place)
-                k, v = load_kv(kv, slot, head, place >= 0, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
+                k, v = load_kv(kv, slot, head, place >= 0, dim, vdim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
                 s = scores(q_tile, k, scale, CAP)
             if WINDOW != 0:
                 s = tl.where(place[None, :] >= low[:, None], s, float("-inf"))
@@ -422,13 +430,14 @@ def tree_kernel(
         for at in tl.range(tl.maximum(start_at, whole), high, UNIT, num_stages=1):
             if (at > start_at) & begins_split(at, SHORT, TIER, LONG):
                 all_top, all_den, all_acc = _end_split(
-                    parts, stats, part + split * stride, valid, dim, top, den, acc, all_top, all_den, all_acc, DIM, KEEP
-                )
+                    parts, stats, part + split * stride, valid, vdim, top, den, acc, all_top, all_den, all_acc, DIM,
+                    KEEP,
+                )  # fmt: skip
                 split += 1
-                top, den, acc = nothing(ROWS, DIM_PAD)
+                top, den, acc = nothing(ROWS, W)
             top, den, acc = _with_mixed_unit(
                 q_tile, kv, table_row, path, path_len, columns, places, seen, group_of, groups, prefix, shared, at,
-                head, tile, node, low, valid, dim, scale, window, queries, top, den, acc, WINDOW, DEPTH, KV_HEADS,
+                head, tile, node, low, valid, dim, vdim, scale, window, queries, top, den, acc, WINDOW, DEPTH, KV_HEADS,
                 GROUP, DIM, MORE, ROWS, UNIT, LANES, FRONT, STEP, AT_ONCE, STEPS, EXACT, CAP,
             )  # fmt: skip
 
@@ -440,7 +449,7 @@ def tree_kernel(
             )
     elif KEEP:
         all_top, all_den, all_acc = merged(all_top, all_den, all_acc, top, column(den), acc)
-        store_mean(out, out_row, all_top, all_den, all_acc, sinks, own_head, v_scale, valid, dim, DIM)
+        store_mean(out, out_row, all_top, all_den, all_acc, sinks, own_head, v_scale, valid, vdim, DIM)
     else:
         if splits == first_split + 1:
             store_mean(out, out_row, top, column(den), acc, sinks, own_head, v_scale, valid, dim, DIM)
