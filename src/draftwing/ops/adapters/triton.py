@@ -22,8 +22,8 @@ _FACTORS = tl.constexpr(16)  # of a product
 _TILE = tl.constexpr(16)  # rows of a product
 _FEW = 64  # rows of a batch that have chunks of a tile each: two in turn take as long as two steps of memory
 # Programs of a kernel beyond which adapters of a chunk take turns: so many fit on a GPU with 132 multiprocessors at
-# once, three and five a multiprocessor by their registers.
-_MOST_DOWN, _MOST_UP = 3 * 132, 5 * 132
+# once, three a multiprocessor by the registers of `_down_kernel`; of `_up_kernel` some more than the five.
+_MOST_DOWN, _MOST_UP = 3 * 132, 8 * 132
 
 
 @triton.jit
@@ -148,6 +148,9 @@ def _up_kernel(
     known = _up_factors(up, slot, 0, out, RANK, OUTPUTS)
     wait(PDL)
     while slot > 0:
+        turn += turns
+        next_slot = _slot_at(mine, order, turn)
+        following = _up_factors(up, next_slot, 0, out, RANK, OUTPUTS)
         for tile in tl.static_range(CHUNK // _TILE):
             row = first + tile * _TILE + tl.arange(0, _TILE)
             has = mine == slot if CHUNK == _TILE else tl.load(slots + row, mask=row < rows, other=0) == slot
@@ -169,9 +172,7 @@ def _up_kernel(
                             u = tl.sum(_parts_made(made, row, has, i, begin, SLICES, RANK, PARTS), 0)
                             total = _added(total, u, tl.where((place == i)[None, :], w, 0.0).to(w.dtype), WIDE)
                 tl.store(target, (before.to(tl.float32) + total).to(y.dtype.element_ty), mask=mask)
-        turn += turns
-        slot = _slot_at(mine, order, turn)
-        known = _up_factors(up, slot, 0, out, RANK, OUTPUTS)
+        slot, known = next_slot, following
 
 
 class TritonAdapterOps(AdapterOps):
