@@ -12,6 +12,7 @@ from plain_attention import FunctionAttend
 from reference.checkpoints import Checkpoint, eagle2_head, eagle3_head, llama_target, mimo, qwen2_target
 from torch import Tensor
 
+from draftwing.errors import ConfigError
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.ops.attention.batch import FULL, AttentionKind
@@ -337,6 +338,14 @@ def test_half_precision_is_close_and_gives_gradients_in_float32(tmp_path):
         collate([s._replace(aux_hidden=s.aux_hidden.float(), final=s.final.float()) for s in samples], 64)
     )
     torch.testing.assert_close(half, whole, rtol=0.02, atol=0)
+
+
+def test_chains_that_leave_a_window_are_refused(tmp_path):
+    head = make_head("EAGLE3 with a window", tmp_path)
+    objective = Objective(head, TargetHead(head.target), Loss(steps=5))
+    assert objective(collate(make_samples(head), 64))[0] > 0
+    with pytest.raises(ConfigError, match="--ttt-steps: expected at most 5, the head's window; found 6"):
+        Objective(head, TargetHead(head.target), Loss(steps=6))
 
 
 def test_scores_in_a_window_are_not_rounded_in_half_precision():

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftwing.errors import ConfigError
 from draftwing.layers.linear import Linear
 from draftwing.layers.rope import rotate
 from draftwing.models.heads.eagle import Eagle3Head, EagleHead
@@ -281,8 +282,12 @@ class Objective(nn.Module):
     columns = len(STATS)
 
     def __init__(self, head: ChainHead, target_head: TargetHead, loss: Loss, max_length: int = 0) -> None:
-        """max_length: of a text; 0: the head's rotary table is there."""
+        """max_length: of a text; 0: the head's rotary table is there. Raises ConfigError for longer chains than the
+        head's window."""
         super().__init__()
+        for layer in head.config.layers:
+            if 0 < (window := getattr(layer.mixer, "window", 0)) < loss.steps:
+                raise ConfigError(f"--ttt-steps: expected at most {window}, the head's window; found {loss.steps}")
         self.head, self.loss = head, loss
         self._target_head = target_head
         self.steps, self.random = loss.steps, bool(loss.noise)
