@@ -113,6 +113,7 @@ def test_random_weights(folder: Path, tower: Tower) -> None:
     pixels = torch.from_numpy(image.pixels.copy())
     for form in (DENSE, *([BlockFormat("Q8_0", ops)] if ops.block_kinds else [])):
         made = load_tower(tower.config, (), torch.float32, CPU, form, ops, dummy=True)
+        made.module.warm()  # as on a GPU
         found = made.features(pixels, image.tokens)
         assert found.isfinite().all() and found.std() > 0
 

@@ -284,6 +284,9 @@ def load_with_progress(
         tower, stored_tensors(file or path, tower), precision.dtype, device.device, precision.weights, device.ops,
         options.dummy,
     )  # fmt: skip
+    if device.ops.compute_capability is not None:
+        with torch.inference_mode():
+            model.tower.module.warm()
     return model
 
 

@@ -92,7 +92,7 @@ class TowerModule(nn.Module):
     ops: LayerOps = PLAIN  # what it was packed with
 
     def warm(self) -> None:
-        """Runs once what is compiled at its first call, so that no client waits for it. To be called when packed."""
+        """Runs once what a GPU compiles at its first call, so that no client waits for it. To be called when packed."""
 
     def table(self) -> Iterator[tuple[str, ParamSlice]]:
         """Yields where tensors of a checkpoint go, by their names without the prefix."""

@@ -45,8 +45,6 @@ def load_tower(
     module.settle(device)
     size = sum(param.nbytes for param in module.parameters())
     module.pack(ops)
-    with torch.inference_mode():
-        module.warm()
     logger.info("what reads images is loaded, %.2f GB; --disable-images leaves it out", size / 1e9)
     return Tower(config, module, dtype)
 

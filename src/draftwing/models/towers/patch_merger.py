@@ -111,9 +111,8 @@ class PatchMergerTower(TowerModule):
         yield torch.cat([self.merger(x), *(deep[i] for i in config.taps)], 1)
 
     def warm(self) -> None:
-        if self.pos_embed.weight.is_cuda:
-            side = self.config.patch * self.config.merge
-            self(torch.zeros(side, side, 3, device=self.pos_embed.weight.device))
+        side = self.config.patch * self.config.merge
+        self(torch.zeros(side, side, 3, device=self.pos_embed.weight.device))
 
     def _in_blocks(self, x: Tensor) -> Tensor:
         """x [rows, columns, n] -> [rows * columns, n]: blocks by rows, and in each its patches by rows."""
