@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -204,10 +205,14 @@ class Executor:
     def put_adapter(self, slot: int, adapter: Adapter) -> None:
         """Fills a slot, which no request that runs has."""
         assert self.adapters is not None
+        arrived = None
         if adapter.image:
-            self.adapters.fill(slot, self.device.copy_in(adapter.image)[0])
-        else:
+            with suppress(self.device.out_of_memory):  # a copy of the image on its way; factors need less
+                arrived, _ = self.device.copy_in(adapter.image)
+        if arrived is None:
             self.adapters.put(slot, adapter)
+        else:
+            self.adapters.fill(slot, arrived)
 
     def take_head(self, number: int) -> None:
         """Does as `LoadedHeads.take`."""

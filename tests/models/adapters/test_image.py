@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save
 from tiny_adapters import write_adapter
 from tiny_checkpoint import write_checkpoint
 
+from draftwing.engine.devices import pick_device
 from draftwing.errors import CheckpointError
 from draftwing.models.adapters import files, image
 from draftwing.models.adapters.adapter import Adapter, AdapterSlots
@@ -73,6 +74,30 @@ def test_several_ranks_get_factors_of_their_own(tiny: Path, tmp_path: Path) -> N
     imaged = slots.imaged(adapter, memory)
     assert not imaged.image
     assert all(one.down.untyped_storage().nbytes() == one.down.nbytes for one in imaged.factors.values())
+
+
+def test_without_room_for_an_image_factors_serve(tiny: Path, tmp_path: Path) -> None:
+    def full(size: int) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    slots = slots_of(tiny)
+    adapter = stored(slots, tiny, tmp_path / "one")
+    assert slots.imaged(adapter, full) is adapter
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_slot_of_a_gpu(tiny: Path, tmp_path: Path) -> None:
+    """Its image is page-locked, and crosses the bus beside what runs."""
+    device = pick_device("cuda")
+    slots = AdapterSlots(load_model(tiny, torch.bfloat16, device.device), 3, 4)
+    imaged = slots.imaged(stored(slots, tiny, tmp_path / "one", rank=3), device.host_memory)
+    assert imaged.image and all(part.is_pinned() for part in imaged.image)
+    arrived, _ = device.copy_in(imaged.image)
+    slots.fill(1, arrived)
+    slots.put(2, imaged)
+    for name, weights in slots.weights.items():
+        assert all(torch.equal(part[0], part[1]) for part in weights[:4]), name
 
 
 # -- files

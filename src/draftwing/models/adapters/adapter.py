@@ -302,13 +302,17 @@ class AdapterSlots:
 
     def imaged(self, adapter: Adapter, memory: Callable[[int], Tensor]) -> Adapter:
         """Returns the adapter with an image of a slot that has it, in memory of the host, which is asked for by bytes.
-        Without one where there are several ranks, to which factors are sent, each in memory of its own."""
+        Without one where that has no room, or where there are several ranks, to which factors are sent, each in memory
+        of its own."""
         if self._ranks.size > 1:
             own = {name: Factors(one.down.clone(), one.up.clone(), one.scale) for name, one in adapter.factors.items()}
             return replace(adapter, factors=own)
         if any(type(one) is not AdapterWeights for one in self.weights.values()):
             return adapter
-        image = [memory(size) for size in self.layout.sizes]
+        try:
+            image = [memory(size) for size in self.layout.sizes]
+        except RuntimeError:
+            return adapter
         into, by_linear = self.layout.weights_in(image), dict[str, list[str]]()
         kept = dict(adapter.factors)
         for name in adapter.factors:
