@@ -100,9 +100,10 @@ class TritonAttend(KernelAttend):
 
     def short_conv(self, layer: int, made: Tensor, taps: Tensor) -> Tensor:
         batch, kept, width = self._batch, self._backend.pool.kv[self._first_layer + layer], taps.shape[1]
-        if width not in self._sources:
+        is_first = width not in self._sources
+        if is_first:
             self._sources[width] = sources_of(batch, width - 1, self._backend.owners)
-        return short_conv(made, taps, kept, batch.write_slots, self._sources[width])
+        return short_conv(made, taps, kept, batch.write_slots, self._sources[width], is_first)
 
     def delta(  # type: ignore[override]
         self, layer: int, inputs: DeltaInputs, weights: DeltaWeights

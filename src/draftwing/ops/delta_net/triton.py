@@ -52,11 +52,11 @@ def _softplus(x):
 
 @triton.jit
 def _known(
-    conv, windows, inputs, codes, channel, mask,
+    conv, bias, windows, inputs, codes, channel, mask,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BY_TAP: tl.constexpr,
 ):  # fmt: skip
     """codes (WIDTH): where a token's inputs lie. -> of each tap its weights [HEADS, DIM], and its input where that is
-    no query's, else zeros."""
+    no query's, else zeros; the bias comes behind the weights."""
     weights, known = (), ()
     for tap in tl.static_range(WIDTH):
         kind, index = codes[tap] & 3, (codes[tap] >> 2).to(tl.int64)
@@ -64,6 +64,8 @@ def _known(
         known += (tl.load(base + channel, mask=mask & (kind != QUERY), other=0.0),)  # type: ignore[assignment]
         its = conv + tap * CHANNELS + channel if BY_TAP else conv + channel * WIDTH + tap
         weights += (tl.load(its, mask=mask, other=0.0),)  # type: ignore[assignment]
+    if bias is not None:
+        weights += (tl.load(bias + channel, mask=mask, other=0.0),)  # type: ignore[assignment]
     return weights, known
 
 
@@ -81,7 +83,7 @@ def _taps(qkv, qkv_stride, known, codes, channel, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def _convolved(
-    taps, weights, bias, windows, inputs, keep, save, record, channel, mask,
+    taps, weights, windows, inputs, keep, save, record, channel, mask,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """channel [HEADS, DIM] -> the same of the convolution's result, float32. Leaves a token's input as its record, and
@@ -94,8 +96,8 @@ def _convolved(
             tl.store(into + keep.to(tl.int64) * ((WIDTH - 1) * CHANNELS), taps[tap], mask=mask & (keep >= 0))
             tl.store(into + save.to(tl.int64) * ((WIDTH - 1) * CHANNELS), taps[tap], mask=mask & (save >= 0))
     tl.store(inputs + record.to(tl.int64) * CHANNELS + channel, taps[WIDTH - 1], mask=mask & (record >= 0))
-    if bias is not None:
-        total += tl.load(bias + channel, mask=mask, other=0.0)
+    if len(weights) > WIDTH:
+        total += weights[WIDTH]
     return total * sigmoid(total)
 
 
@@ -105,11 +107,12 @@ def _unit(x, EPS: tl.constexpr):
 
 
 @triton.jit
-def _gates(a, b, decay, dt_bias, head, has_decay, mask, CORRECTS: tl.constexpr):
-    """Returns log decay, 0 where a head has none of its own, and beta or dt, of a query."""
+def _gates(a, b, rate, shift, head, has_decay, mask, CORRECTS: tl.constexpr):
+    """Returns log decay, 0 where a head has none of its own, and beta or dt, of a query. rate, shift: what was loaded
+    of decays and their biases."""
     x = tl.load(a + head, mask=has_decay, other=0.0).to(tl.float32)
-    dt = _softplus(x + tl.load(dt_bias + head, mask=has_decay, other=0.0))
-    log_decay = tl.load(decay + head, mask=has_decay, other=0.0) * dt
+    dt = _softplus(x + shift)
+    log_decay = rate * dt
     beta = sigmoid(tl.load(b + head, mask=mask, other=0.0).to(tl.float32)) if CORRECTS else dt
     return log_decay, beta
 
@@ -150,13 +153,13 @@ def _inputs_kernel(
         mask = (head < KEY_HEADS)[:, None] & (dim < KEY_DIM)[None, :]
         of_q = head[:, None] * KEY_DIM + dim[None, :]
         of_k = of_q + KEY_HEADS * KEY_DIM
-        weights, before = _known(conv, windows, inputs, codes, of_q, mask, CHANNELS, WIDTH, BY_TAP)
-        k_weights, k_before = _known(conv, windows, inputs, codes, of_k, mask, CHANNELS, WIDTH, BY_TAP)
+        weights, before = _known(conv, conv_bias, windows, inputs, codes, of_q, mask, CHANNELS, WIDTH, BY_TAP)
+        k_weights, k_before = _known(conv, conv_bias, windows, inputs, codes, of_k, mask, CHANNELS, WIDTH, BY_TAP)
         wait(PDL)
         taps = _taps(qkv, qkv_stride, before, codes, of_q, mask, WIDTH)
         k_taps = _taps(qkv, qkv_stride, k_before, codes, of_k, mask, WIDTH)
-        q = _convolved(taps, weights, conv_bias, windows, inputs, keep, save, record, of_q, mask, CHANNELS, WIDTH)
-        k = _convolved(k_taps, k_weights, conv_bias, windows, inputs, keep, save, record, of_k, mask, CHANNELS, WIDTH)
+        q = _convolved(taps, weights, windows, inputs, keep, save, record, of_q, mask, CHANNELS, WIDTH)
+        k = _convolved(k_taps, k_weights, windows, inputs, keep, save, record, of_k, mask, CHANNELS, WIDTH)
         if CORRECTS:
             q = _unit(q, EPS) * SCALE
             k = _unit(k, EPS)
@@ -171,32 +174,35 @@ def _inputs_kernel(
         dim = tl.arange(0, VALUE_PAD)
         mask = (head < VALUE_HEADS)[:, None] & (dim < VALUE_DIM)[None, :]
         channel = 2 * KEY_HEADS * KEY_DIM + head[:, None] * VALUE_DIM + dim[None, :]
-        weights, before = _known(conv, windows, inputs, codes, channel, mask, CHANNELS, WIDTH, BY_TAP)
-        wait(PDL)
-        taps = _taps(qkv, qkv_stride, before, codes, channel, mask, WIDTH)
-        v = _convolved(taps, weights, conv_bias, windows, inputs, keep, save, record, channel, mask, CHANNELS, WIDTH)
-        tl.store(made + token64 * CHANNELS + channel, v, mask=mask)
+        weights, before = _known(conv, conv_bias, windows, inputs, codes, channel, mask, CHANNELS, WIDTH, BY_TAP)
         if fades is not None:
             key = tl.arange(0, KEY_PAD)
-            mask = (head < VALUE_HEADS)[:, None] & (key < KEY_DIM)[None, :]
-            channel = head[:, None] * KEY_DIM + key[None, :]
+            has_key = (head < VALUE_HEADS)[:, None] & (key < KEY_DIM)[None, :]
+            of_key = head[:, None] * KEY_DIM + key[None, :]
+            shift = tl.load(dt_bias + of_key, mask=has_key, other=0.0)
+            rate = tl.load(decay + head, mask=head < VALUE_HEADS, other=0.0)[:, None]
+        wait(PDL)
+        taps = _taps(qkv, qkv_stride, before, codes, channel, mask, WIDTH)
+        v = _convolved(taps, weights, windows, inputs, keep, save, record, channel, mask, CHANNELS, WIDTH)
+        tl.store(made + token64 * CHANNELS + channel, v, mask=mask)
+        if fades is not None:
             if is_query:
-                x = tl.load(a + token64 * a_stride + channel, mask=mask, other=0.0).to(tl.float32)
-                x += tl.load(dt_bias + channel, mask=mask, other=0.0)
-                rate = tl.load(decay + head, mask=head < VALUE_HEADS, other=0.0)[:, None]
+                x = tl.load(a + token64 * a_stride + of_key, mask=has_key, other=0.0).to(tl.float32) + shift
                 log = rate * _softplus(x) if FLOOR == 0 else FLOOR * sigmoid(-rate * x)
-                tl.store(gates + record.to(tl.int64) * GATES + channel, log, mask=mask & (record >= 0))
+                tl.store(gates + record.to(tl.int64) * GATES + of_key, log, mask=has_key & (record >= 0))
             else:
-                log = tl.load(gates + known.to(tl.int64) * GATES + channel, mask=mask, other=0.0)
-            tl.store(fades + token64 * DECAYS + channel, tl.exp(log), mask=mask)
+                log = tl.load(gates + known.to(tl.int64) * GATES + of_key, mask=has_key, other=0.0)
+            tl.store(fades + token64 * DECAYS + of_key, tl.exp(log), mask=has_key)
     elif live:
         head = tl.arange(0, HEADS_PAD)
         mask = head < VALUE_HEADS
         has_decay = mask & (fades is None)
+        rate = tl.load(decay + head, mask=has_decay, other=0.0)
+        shift = tl.load(dt_bias + head, mask=has_decay, other=0.0)
         wait(PDL)
         if is_query:
             own_a, own_b = a + token64 * a_stride, b + token64 * b_stride
-            log_decay, beta = _gates(own_a, own_b, decay, dt_bias, head, has_decay, mask, CORRECTS)
+            log_decay, beta = _gates(own_a, own_b, rate, shift, head, has_decay, mask, CORRECTS)
             its = gates + record.to(tl.int64) * GATES + head
             if fades is None:
                 tl.store(its, log_decay, mask=mask & (record >= 0))
@@ -261,6 +267,8 @@ def _walk_kernel(
     # The first token and segment are asked for, too: then they lie in the L1 cache.
     is_there = first < end
     is_column &= (tl.load(steps, mask=is_there) >= 0) | (tl.load(segments + first * 2, mask=is_there) >= 0)
+    if skip is not None:
+        through = tl.load(skip + head)
     wait(PDL)
     for segment in range(first, end):
         # Read, not carried on from segment to segment: Triton 3.6 drops such a bound when it pipelines the inner loop.
@@ -285,7 +293,7 @@ def _walk_kernel(
             s = tl.fma(k[:, :, :, None], d[None, None, None, :], s * decay)
             o = tl.fma(dot, d, decay * by_query)
             if skip is not None:
-                o = tl.fma(tl.load(skip + head), v, o)
+                o = tl.fma(through, v, o)
             tl.store(out + (token64 * VALUE_HEADS + head) * VALUE_DIM + column, o, mask=is_column & (token < queries))
         if slot >= 0:
             tl.store(within + slot.to(tl.int64) * size, s, mask=mask)

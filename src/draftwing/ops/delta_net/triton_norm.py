@@ -14,6 +14,9 @@ from draftwing.ops.fp8.triton import empty_rows, parts_of, store_fp8
 from draftwing.ops.triton.common import launch_options, let_next_come, wait
 
 _ELEMENTS = 512  # of a program
+# Of a thread of a norm over a group, which wants 82: with fewer the compiler puts loads to where they are needed,
+# and some wait for others.
+_MOST_REGISTERS = 128
 
 
 @triton.jit
@@ -60,6 +63,8 @@ def _group_norm_kernel(
     query, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
     lane = tl.arange(0, PAD)
     at, mask = group * SIZE + lane, lane < SIZE
+    if norm is not None:
+        weight = tl.load(norm + at, mask=mask, other=0.0)
     let_next_come(PDL)
     live = tl.load(tokens + query * 4) > 0
     wait(PDL)
@@ -69,7 +74,7 @@ def _group_norm_kernel(
     if FIRST:
         x = x * gate
     if norm is not None:
-        x = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + EPS) * tl.load(norm + at, mask=mask, other=0.0)
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + EPS) * weight
     if not FIRST:
         x = x * gate
     tl.store(out + query * (GROUPS * SIZE) + at, x.to(z.dtype.element_ty), mask=mask)
@@ -91,7 +96,7 @@ def gated_norm(spec: DeltaSpec, o: Tensor, z: Tensor, weights: DeltaWeights, tok
         pad, norm = triton.next_power_of_2(size), weights.norm if weights.norm.numel() else None
         _group_norm_kernel[(count * spec.key_heads,)](
             result, o, z, norm, tokens, z.stride(0), SIZE=size, GROUPS=spec.key_heads, PAD=pad, EPS=weights.eps,
-            FIRST=weights.gates_first, num_warps=min(max(pad // 512, 1), 8), **options,
+            FIRST=weights.gates_first, num_warps=min(max(pad // 512, 1), 8), maxnreg=_MOST_REGISTERS, **options,
         )  # fmt: skip
         return result
     fp8 = weights.fp8 and spec.value_dim == WIDE

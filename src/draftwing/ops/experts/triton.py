@@ -93,10 +93,10 @@ def _route_kernel(
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     place = tl.arange(0, TOP_LANES)
+    if correction is not None:
+        shift = tl.load(correction + lane, mask=lane < COUNT, other=0.0)  # no kernel writes it
     start(PDL)
     value = tl.load(logits + row * stride + lane, mask=lane < COUNT, other=float("-inf")).to(tl.float32)
-    if correction is not None:
-        shift = tl.load(correction + lane, mask=lane < COUNT, other=0.0)
     if scatter is not None:  # noqa: SIM102 (where there is none, none is loaded)
         if tl.load(scatter) != 0:
             value = tl.where(lane < COUNT, tl.rand(0, tl.program_id(0) * COUNT + lane), float("-inf"))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftwing.ops.attention.batch import Batch
 from draftwing.ops.row_states.spec import ancestor_slots
-from draftwing.ops.triton.common import launch_options, start
+from draftwing.ops.triton.common import launch_options, let_next_come, ordinary_options, wait
 
 _BLOCK = 512  # channels of a program
 
@@ -20,24 +20,33 @@ def _short_conv_kernel(
     out, made, taps, kept, slots, sources, made_stride,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (M, blocks of BLOCK channels)."""
-    start(PDL)
+    """Grid (M, blocks of BLOCK channels). What was there before the plan, and the plan, is read ahead of the wait for
+    the kernel in front: the first launch that does so is an ordinary one. All loads come before the first use and the
+    store: each would cost a wait of its own."""
+    let_next_come(PDL)
     query = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channel < CHANNELS
     made += channel
     row = made + query * made_stride
-    c, own = tl.load(row + CHANNELS, mask=mask, other=0.0), _own(row, mask, CHANNELS)
-    tl.store(kept + tl.load(slots + query) * CHANNELS + channel, own.to(kept.dtype.element_ty), mask=mask)
-    total = own.to(tl.float32) * tl.load(taps + channel * WIDTH + WIDTH - 1, mask=mask, other=0.0)
+    slot = tl.load(slots + query)
+    weights, at, known = (), (), ()
+    for back in tl.static_range(WIDTH):
+        weights += (tl.load(taps + channel * WIDTH + WIDTH - 1 - back, mask=mask, other=0.0),)  # type: ignore[assignment]
+        if back > 0:
+            source = tl.load(sources + query * (WIDTH - 1) + back - 1)
+            at += (source,)  # type: ignore[assignment]
+            known += (tl.load(kept + source * CHANNELS + channel, mask=mask & (source > 0), other=0.0),)  # type: ignore[assignment]
+    wait(PDL)
+    c, own, others = tl.load(row + CHANNELS, mask=mask, other=0.0), _own(row, mask, CHANNELS), ()
     for back in tl.static_range(1, WIDTH):
-        source = tl.load(sources + query * (WIDTH - 1) + back - 1)
-        if source < 0:  # of this batch
-            before = _own(made + (-1 - source) * made_stride, mask, CHANNELS).to(kept.dtype.element_ty)
-        else:
-            before = tl.load(kept + source * CHANNELS + channel, mask=mask & (source > 0), other=0.0)
-        weight = tl.load(taps + channel * WIDTH + WIDTH - 1 - back, mask=mask, other=0.0)
-        total = tl.fma(before.to(own.dtype).to(tl.float32), weight, total)
+        source = at[back - 1]
+        others += (_own(made + (-1 - source) * made_stride, mask & (source < 0), CHANNELS),)  # type: ignore[assignment]
+    total = own.to(tl.float32) * weights[0]  # type: ignore[misc]
+    for back in tl.static_range(1, WIDTH):  # of this batch, or of one before
+        before = tl.where(at[back - 1] < 0, others[back - 1].to(kept.dtype.element_ty), known[back - 1])
+        total = tl.fma(before.to(own.dtype).to(tl.float32), weights[back], total)
+    tl.store(kept + slot * CHANNELS + channel, own.to(kept.dtype.element_ty), mask=mask)
     dtype = out.dtype.element_ty
     result = c.to(tl.float32) * total.to(dtype).to(tl.float32)
     tl.store(out + query * CHANNELS + channel, result.to(dtype), mask=mask)
@@ -64,15 +73,17 @@ def sources_of(batch: Batch, count: int, owners: Tensor) -> Tensor:
     return torch.where((slots > 0) & (batch.write_slots[query] == slots), -1 - query, slots).contiguous()
 
 
-def short_conv(made: Tensor, taps: Tensor, kept: Tensor, slots: Tensor, sources: Tensor) -> Tensor:
+def short_conv(
+    made: Tensor, taps: Tensor, kept: Tensor, slots: Tensor, sources: Tensor, is_first: bool = True
+) -> Tensor:
     """Computes what `Attend.short_conv` returns. kept [slots + 1, channels]; slots [M]: the batch's; sources
-    [M, width - 1]: `sources_of` it."""
+    [M, width - 1]: `sources_of` it. is_first: whether no layer has run by these sources before."""
     (queries, size), (channels, width) = made.shape, taps.shape
     assert size == 3 * channels and kept.shape[1:] == (channels,) and sources.shape == (queries, width - 1)
     assert made.stride(1) == 1 and taps.is_contiguous() and kept.is_contiguous() and taps.dtype == torch.float32
-    out = made.new_empty(queries, channels)
+    out, device = made.new_empty(queries, channels), made.device
     _short_conv_kernel[(queries, triton.cdiv(channels, _BLOCK))](
         out, made, taps, kept, slots, sources, made.stride(0), CHANNELS=channels, WIDTH=width, BLOCK=_BLOCK,
-        num_warps=4, **launch_options(made.device),
+        num_warps=4, **(ordinary_options if is_first else launch_options)(device),
     )  # fmt: skip
     return out
