@@ -3,6 +3,7 @@
 (On a GPU every test of this folder runs on the kernels.)
 """
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +18,7 @@ from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.core import NO_DEFERRAL, DraftDeferral
 from draftwing.engine import prefill_graphs
 from draftwing.engine.devices.cpu import CpuDevice
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.config import ExpertConfig, NoMixer
 from draftwing.models.heads.base import DraftLM
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
@@ -148,20 +149,46 @@ def test_experts_give_a_tree_the_text_of_none(harness, interpreted):
 
 def test_what_layers_add_is_scaled_by_kernels(harness, interpreted, monkeypatch):
     """Those that add it, by as many as without a scale; torch's would wait for what runs in front."""
-    found, launch = [], GridExecutor.__call__
-    config = harness.tiny_model(experts=ExpertConfig(6, Routing(2), 32, shared=64)).config
-    monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kw: (found.append("kernel"), launch(*args, **kw))[1])
-    ids, positions, ran = torch.tensor([3]), torch.arange(1), []
+    config, ran = harness.tiny_model(experts=ExpertConfig(6, Routing(2), 32, shared=64)).config, []
     for scale in (1.0, 0.22):
         layers = tuple(replace(layer, residual_scale=scale) for layer in config.layers)
-        models = [harness.model_of(replace(config, layers=layers)) for _ in range(2)]
-        models[1].pack(interpreted.ops)
-        hidden = []
+        ran.append(operations_of(replace(config, layers=layers), harness, interpreted, monkeypatch))
+    assert ran[0] == ran[1] and ran[0].count("kernel") > 10
+
+
+def operations_of(config, harness, interpreted, monkeypatch):
+    """What the forward of one token runs on kernels, whose result is that of torch's operations."""
+    found, launch, hidden = [], GridExecutor.__call__, []
+    models = [harness.model_of(config) for _ in range(2)]
+    models[1].pack(interpreted.ops)
+    with monkeypatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", lambda *args, **kw: (found.append("kernel"), launch(*args, **kw))[1])
         for model in models:
             model.set_max_positions(32)
             found.clear()
+            attend = FunctionAttend(lambda _, q, k, v: q.flatten(1))
             with torch.inference_mode(), Operations(found):
-                hidden.append(model(ids, positions, FunctionAttend(lambda _, q, k, v: q.flatten(1)))[0])
-        torch.testing.assert_close(hidden[1], hidden[0], atol=1e-4, rtol=1e-4)
-        ran.append([*found])
-    assert ran[0] == ran[1] and ran[0].count("kernel") > 10
+                hidden.append(model(torch.tensor([3]), torch.arange(1), attend)[0])
+    torch.testing.assert_close(hidden[1], hidden[0], atol=1e-4, rtol=1e-4)
+    return found
+
+
+def test_layers_of_one_part_each_run_on_kernels(harness, interpreted, monkeypatch):
+    """Experts without gates, one of which all rows go to, and an MLP: what they give is added by kernels as well."""
+    config = harness.tiny_model(experts=ExpertConfig(6, Routing(2), 32, shared=64), activation="relu2").config
+    experts = replace(config.layers[0], mixer=NoMixer())
+    mixer, mlp = (replace(layer, experts=None, ffn=ffn) for layer, ffn in zip(config.layers, (0, 96), strict=True))
+    mlp = replace(mlp, mixer=NoMixer())
+    ran = [
+        Counter(operations_of(replace(config, layers=some), harness, interpreted, monkeypatch))
+        for some in ((mixer, mixer), (mixer, experts, mixer, mlp))
+    ]
+    more = ran[1] - ran[0]
+    assert more["kernel"] > 5 and not [name for name in more if name.startswith(("add", "relu", "square"))], more
+
+
+def test_experts_under_layer_norms(harness, interpreted, monkeypatch):
+    """Whose kernel for sums under a norm takes no mean away."""
+    config = harness.tiny_model(experts=ExpertConfig(6, Routing(2), 32)).config
+    layers = tuple(replace(layer, norm=replace(layer.norm, centred=True)) for layer in config.layers)
+    operations_of(replace(config, layers=layers, norm=layers[0].norm), harness, interpreted, monkeypatch)

@@ -163,9 +163,13 @@ class DecoderLayer(nn.Module):
     def under(
         self, norm: RMSNorm, normed: Tensor, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """Does as `mix`, and returns its result under the norm that comes next: in one kernel where the device has one
-        for it."""
+        """Does as `mix`, of an MLP alone behind its norm, and returns its result under the norm that comes next: in one
+        kernel where the device has one for it."""
         mlp, scale = self.mlp, self._scale
+        if mlp is not None and not self._mixes:
+            if isinstance(mlp, ExpertMLP) and mlp.shared is None and mlp.mixes_under_norms(scale):
+                return mlp.under(norm, normed, x)
+            return norm.of_sum(x, mlp(normed))
         if isinstance(mlp, ExpertMLP) and self.mlp_out_norm is None and mlp.mixes_under_norms(scale):
             x, normed = self._before_mlp(normed, x, cos, sin, attend)
             return mlp.under(norm, normed, x, scale)

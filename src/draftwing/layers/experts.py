@@ -78,9 +78,9 @@ class ExpertMLP(nn.Module):
         shared, experts = self.shared, self.experts
         if shared is None or not ops.merges_matrices or self._ranks.size > 1 or experts.shared % experts.ffn:
             return
-        if isinstance(shared, UngatedMLP) or experts.latent or experts.scales_inputs:
+        if experts.latent or experts.scales_inputs:
             return
-        linears = self.gate_up, self.down, shared.gate_up, shared.down
+        linears = self.gate_up, self.down, *shared.linears()
         if experts.limit or self.scale is not None or any(part.bias is not None for part in linears):
             return
         every = shared_parts(shared, experts.ffn)
@@ -181,16 +181,16 @@ class ExpertMLP(nn.Module):
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
 
-def shared_parts(shared: GatedMLP, ffn: int) -> list[tuple[Linear, Linear]]:
-    """Returns gates and ups, and the down projection, of experts of width `ffn` that make the MLP's result together;
-    none where its weights are not cut so."""
-    gate_up, down = shared.gate_up, shared.down
+def shared_parts(shared: GatedMLP | UngatedMLP, ffn: int) -> list[tuple[Linear, Linear]]:
+    """Returns gates and ups, or ups alone, and the down projection, of experts of width `ffn` that make the MLP's
+    result together; none where its weights are not cut so."""
+    into, down = shared.linears()
     wide, found = down.in_features, list[tuple[Linear, Linear]]()
     if wide == ffn:
-        return [(gate_up, down)]
+        return [(into, down)]
     for at in range(0, wide, ffn):
-        rows = range(at, at + ffn), range(wide + at, wide + at + ffn)
-        first = gate_up.part(rows, range(gate_up.in_features))
+        rows = [range(part + at, part + at + ffn) for part in range(0, into.out_features, wide)]
+        first = into.part(rows, range(into.in_features))
         second = down.part([range(down.out_features)], range(at, at + ffn))
         if first is None or second is None:
             return []

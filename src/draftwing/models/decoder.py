@@ -358,12 +358,11 @@ class DecoderModel(nn.Module):
         self._whole.clear()
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         dequantise_beside_attention([parts for layer in layers if (parts := layer.around_attention())[0]])
-        out_norms = any(layer.out_norms for layer in self.config.layers)
-        whole = all(layer.mixes and layer.has_mlp for layer in self.config.layers)
-        whole = whole and self.config.streams is None
-        if self.config.experts is not None and ops.mixes_under_norms and not out_norms and whole:
-            first = [layer.attn_norm for layer in self.layers if isinstance(layer, DecoderLayer)]
-            self._norms = [norm for norm in (*first, self.norm) if isinstance(norm, RMSNorm)]
+        kinds = [(layer.out_norms, layer.norm.centred) for layer in self.config.layers]
+        if self.config.experts is not None and ops.mixes_under_norms and not any(map(any, kinds)):
+            first = [layer.attn_norm or layer.mlp_norm for layer in layers]  # of one that is an MLP alone the second
+            if self.config.streams is None and all(first):
+                self._norms = [norm for norm in (*first, self.norm) if isinstance(norm, RMSNorm)]
         if self.config.experts is not None:
             self._scatter = torch.zeros(1, dtype=torch.int32, device=self.norm.weight.device)
             for part in self.modules():

@@ -44,6 +44,15 @@ def _silu_mul_kernel(
     tl.store(out + row * FFN + col, (gate * up).to(dtype), mask=mask)
 
 
+@triton.jit(do_not_specialize=["count"])
+def _relu_squared_kernel(out, x, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    start(PDL)
+    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    value = tl.where(value < 0, 0.0, value)
+    tl.store(out + at, (value * value).to(out.dtype.element_ty), mask=at < count)
+
+
 @triton.jit(do_not_specialize=["padded"])
 def _gate_kernel(
     out, codes, scales, padded, gate, x, gate_stride, x_stride, SIZE: tl.constexpr, ONE: tl.constexpr,
@@ -139,6 +148,16 @@ def silu_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
     return out
 
 
+def relu_squared(x: Tensor) -> Tensor:
+    """x of any shape -> relu(x)², rounded once"""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if out.numel():
+        grid = (triton.cdiv(out.numel(), _SHORT),)
+        _relu_squared_kernel[grid](out, x, x.numel(), BLOCK=_SHORT, num_warps=4, **launch_options(x.device))
+    return out
+
+
 def gate(gate: Tensor, x: Tensor) -> Tensor:
     """gate [M, n] or [M, 1], x [M, n], rows may be apart -> sigmoid(gate) * x; the sigmoid is rounded before, as in
     torch"""
@@ -212,6 +231,7 @@ def sum_parts(parts: Tensor, bias: Tensor | None, residual: Tensor | None) -> Te
 class TritonElementwiseOps(ElementwiseOps):
     silu_mul = staticmethod(silu_mul)
     gelu_mul = staticmethod(gelu_mul)
+    relu_squared = staticmethod(relu_squared)
     soft_cap = staticmethod(soft_cap)
     gate = staticmethod(gate)
     gate_fp8 = staticmethod(gate_fp8)
