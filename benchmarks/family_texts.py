@@ -43,6 +43,15 @@ GEMMA = {"num_hidden_layers": 8, "layer_types": KINDS, "vocab_size_per_layer_inp
 HYBRID = {"num_attention_heads": 8, "num_key_value_heads": 2, "quantization_config": None, "layer_types": None}
 ROUTED = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
 FEW = ROUTED | {"shared_expert_intermediate_size": 256}
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+
+
+def published(name: str) -> dict[str, Any]:
+    """Returns the keys of a config as it was published, with small sizes."""
+    found: dict[str, Any] = json.loads((ROOT / "tests/models/published" / f"{name}.json").read_text())
+    return found
+
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm-4.7-flash": real.GLM47_FLASH | SMALL | EXPERTS,
     "deepseek-v3": real.DEEPSEEK_V3 | SMALL | LATENT | {"q_lora_rank": 512},
@@ -89,7 +98,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v3.2": real.DEEPSEEK_V32 | SMALL | LATENT | {"q_lora_rank": 512, "index_n_heads": 8, "index_topk": 64},
     "ling3": real.LING3_FLASH | SMALL | ROUTED | {
         "num_attention_heads": 16, "num_key_value_heads": 16, "first_k_dense_replace": 1, "layer_group_size": 4,
-        "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0,
+        "n_group": 4, "topk_group": 2,
     },
     "qwen4": real.QWEN4_FLASH | SMALL | FEW | {
         "layer_types": ["linear_attention"] * 3 + ["full_attention"], "hc_lowrank": 64, "indexer_budget": 64,
@@ -112,6 +121,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma-2": real.GEMMA2_2B | SMALL | {
         "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 64, "num_nextn_predict_layers": 0,
+    },
+    "hunyuan-v3": published("hy3-preview") | SMALL | ROUTED | HEADS,
+    "ling2": published("ling-mini-2.0") | SMALL | ROUTED | HEADS | {
+        "num_hidden_layers": 4, "moe_shared_expert_intermediate_size": 256,
+    },
+    "k-exaone": published("k-exaone-236b-a23b") | SMALL | ROUTED | HEADS | {"sliding_window": 64},
+    "mellum-2": published("mellum2-12b-a2.5b") | SMALL | ROUTED | HEADS | {"sliding_window": 64},
+    "phi-3.5-moe": published("phi-3.5-moe") | SMALL | HEADS | {
+        "num_local_experts": 16, "intermediate_size": 512, "rope_scaling": None, "num_nextn_predict_layers": 0,
+    },
+    "lfm3": published("lfm3-1.7b") | SMALL | HEADS | {
+        "layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "sliding_window": 64,
+        "num_nextn_predict_layers": 0,
     },
 }  # fmt: skip
 CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}

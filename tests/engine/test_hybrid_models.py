@@ -231,6 +231,7 @@ def test_what_is_cached_is_what_steps_would_make(made: Made, kind: str) -> None:
         "falcon-h1-behind",
         "kimi-linear",
         "ling3",
+        "lfm3",
     ],
 )
 def test_on_a_gpu(tmp_path: Path, kind: str) -> None:

@@ -114,7 +114,7 @@ def test_texts_that_indexers_would_pick_whole(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "exaone-moe-window", "mellum-full"])
 def test_on_a_gpu(tmp_path: Path, kind: str) -> None:
     """In float32 the text is a CPU's; in the deterministic mode drafts change nothing."""
     sizes = {"intermediate_size": 192} | ({} if kind == "minimax-m2" else {"moe_intermediate_size": 64})
