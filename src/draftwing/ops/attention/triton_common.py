@@ -78,7 +78,7 @@ TILING_WIDEST_FLOAT32 = TILING_FLOAT32._replace(own=16)  # of heads of more than
 TILING_WIDE = Tiling(  # heads of more than 128
     unit=32, own=32, warps=8, context_rows=0, window_rows=16, prefill_rows=32, fast_rows=64
 )
-TILING_WIDE_HOPPER = TILING_WIDE._replace(prefill_rows=64)
+TILING_WIDE_HOPPER = TILING_WIDE._replace(context_rows=64, context_stages=3, prefill_rows=64)
 # Of heads of more than 256: keys and values of two units and of 16 own ones, and 16 queries, take 112 KB of 16 bits.
 TILING_WIDEST = TILING_WIDE._replace(unit=16, stages=2, own=16, prefill_stages=2, fast_rows=32)
 # Of latents on compute capability 9.0; on an H200 a unit of 64 took half of the time of one of 16.
