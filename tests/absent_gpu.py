@@ -50,12 +50,24 @@ for module, name, launch in launches:
     compiled = getattr(importlib.import_module(module), name.rpartition(".")[2]).preload(launch)
     print(compiled.metadata.shared, *sorted(set(re.findall(r"kWidth = (\\d+)", compiled.asm["ttgir"]))))
 """
+# Compiles all the way. Prints a kernel's name, how many times a thread multiplies and adds at once, multiplies, and
+# adds, and how the elements of a row are shared where they are summed: of a thread, threads of a warp, warps.
+ARITHMETIC = """
+knobs.runtime.jit_cache_hook = knobs.runtime.add_stages_inspection_hook = None
+for module, name, launch in launches:
+    name = name.rpartition(".")[2]
+    asm = getattr(importlib.import_module(module), name).preload(launch).asm
+    counts = [len(re.findall(rf"\\b{what}(?:\\.rn)?\\.f32", asm["ptx"])) for what in ("fma", "mul", "add")]
+    summed = re.findall(r"\\}\\) : \\(tensor<[^,]*f32, (#\\w+)>\\)", asm["ttgir"])
+    layout = re.search(rf"{summed[0]} = (.*)", asm["ttgir"]).group(1) if summed else ""
+    print(name, *counts, *re.findall(r"(\\d+)\\](?!\\}>)", layout)[:3])
+"""
 
 
-def compiled(launching: str, cache: Path, capability: int, *args: str) -> list[list[str]]:
-    """What each kernel that the code launches prints; the code finds `args` from sys.argv[2] on."""
+def compiled(launching: str, cache: Path, capability: int, *args: str, end: str = END) -> list[list[str]]:
+    """What `end` prints of each kernel that the code launches; the code finds `args` from sys.argv[2] on."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", BEGIN + launching + END, str(capability), *args]
+    command = [sys.executable, "-c", BEGIN + launching + end, str(capability), *args]
     done = subprocess.run(
         command, env=environ | {"TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True, timeout=300
     )

@@ -561,7 +561,11 @@ def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
     named = [(name, part) for name, part in table.items() if re.fullmatch(rf"model\.({ends})\.weight", name)]
     assert len(named) >= 3
     for name, part in named:
-        expected = theirs[name].grad
+        if name in theirs:
+            expected = theirs[name].grad
+        else:  # of Ling 2.0 and Sarvam, which transformers joins when it writes a file
+            each = [name.replace("attention.query_key_value", f"self_attn.{one}_proj") for one in "qkv"]
+            expected = torch.cat([theirs[one].grad for one in each])
         assert expected.abs().max() > 1e-3
         own = part._replace(added=0.0)
         torch.testing.assert_close(own.stored(own.of(found[part.param].grad)), expected, atol=1e-4, rtol=1e-3)

@@ -125,9 +125,11 @@ def test_fuse_inputs(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     found = ops.fuse_inputs(ids, table, feature, norms, 1e-5)
     token, other = norm64(table[ids], norms[0], 1e-5), norm64(feature, norms[1], 1e-5)
     close(found, torch.cat((token, other), -1), ops, norm_roundings(ops))
-    # As the separate norms give it, bit for bit; so training and serving differ by the norm's own rounding only.
-    assert torch.equal(found[:, :size], ops.rms_norm(table[ids], norms[0], 1e-5))
-    assert torch.equal(found[:, size:], ops.rms_norm(feature, norms[1], 1e-5))
+    # As the separate norms give it, bit for bit; so training and serving differ by the norm's own rounding only. On a
+    # GPU rows that begin at no multiples of 16 bytes may be summed in another order.
+    if ops.device.type == "cpu" or size % 8 == 0:
+        assert torch.equal(found[:, :size], ops.rms_norm(table[ids], norms[0], 1e-5))
+        assert torch.equal(found[:, size:], ops.rms_norm(feature, norms[1], 1e-5))
     assert torch.equal(ops.fuse_inputs(ids[2:3], table, feature[2:3], norms, 1e-5), found[2:3])
     token[positions == 0] = 0
     turned = ops.fuse_inputs(ids, table, feature, norms, 1e-5, positions, feature_first=True)

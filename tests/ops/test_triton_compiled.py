@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from absent_gpu import compiled
+from absent_gpu import ARITHMETIC, compiled
 
 # Tiling, type of the pool, compute capability, and bytes of a block there: 8.6 has the least of those that Triton
 # kernels run on.
@@ -183,6 +183,41 @@ def test_gemms_of_experts_fit(tmp_path: Path, capability: int, limit: int, token
     sizes = [int(shared) for shared, *_ in compiled(EXPERTS, tmp_path, capability, str(tokens))]
     assert len(sizes) > 2 * 4, "two GEMMs of each kind of weights, routing and sums"
     assert max(sizes) <= limit, sizes
+
+
+NORMS = """
+from draftwing.ops.experts import triton as experts
+from draftwing.ops.experts.routing import Routed
+from draftwing.ops.norms import triton as norms
+size, dtype, its = int(sys.argv[2]), getattr(torch, sys.argv[3]), getattr(torch, sys.argv[4])
+x, delta = (empty(4, size, dtype=dtype) for _ in range(2))
+weight, other = empty(size, dtype=its), empty(size, dtype=its)
+norms.rms_norm(x, weight, 1e-5)
+norms.fuse_inputs(empty(4), empty(9, size, dtype=dtype), x, (weight, other), 1e-5)
+for scale in (1.0, 0.22):
+    norms.add_rms_norm(x, delta, weight, 1e-5, scale)
+routed, y = Routed(empty(4, 3), empty(4, 3, dtype=torch.float32), 6, None), empty(12, size, dtype=dtype)
+for scale in (1.0, 0.22):
+    experts.mix_norm(y, routed, x, weight, 1e-5, scale)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.further(dtype="bfloat16")
+@pytest.mark.further(size=[304, 1000, 2880])
+@pytest.mark.parametrize("size", [304, 576, 1000, 2880])
+@pytest.mark.parametrize(("dtype", "weights"), [("float32",) * 2, ("bfloat16",) * 2, ("bfloat16", "float32")])
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
+def test_fused_norms_round_as_separate_ones(tmp_path: Path, dtype: str, weights: str, size: int) -> None:
+    """A product with a factor is rounded before it is added, which the interpreter shows in any case, and a row's sum
+    has one order."""
+    found = compiled(NORMS, tmp_path, 90, str(size), dtype, weights, end=ARITHMETIC)
+    norms, layouts = found, [layout for _, _, _, _, *layout in found]
+    assert len(norms) == 6 and len(layouts[0]) == 3 and all(layout == layouts[0] for layout in layouts), found
+    rms, fused, plain, scaled, mixed, scaled_mixed = ([int(count) for count in counts[1:4]] for counts in norms)
+    assert fused[0] == 2 * rms[0] and plain[0] == scaled[0] == rms[0] and mixed[0] == scaled_mixed[0], found
+    if dtype == "float32":  # else sums of two numbers may be made in 16 bits, which rounds alike
+        assert plain[2] == scaled[2] and mixed[2] == scaled_mixed[2], found
 
 
 pytest.importorskip("triton.experimental.gluon")

@@ -14,7 +14,8 @@ from torch import Tensor
 from draftwing.ops.experts.routing import ExpertTiles, Routed, Routing
 from draftwing.ops.experts.spec import SWIGLU_ALPHA, TINY, ExpertOps
 from draftwing.ops.experts.triton_tiles import SMALL_TILE, tile_rows, tiles_of
-from draftwing.ops.triton.common import is_hopper, lanes, launch_options, start
+from draftwing.ops.norms.triton import warps_of_row
+from draftwing.ops.triton.common import is_hopper, lanes, launch_options, rounded_product, start
 
 _COLUMNS = 1024  # of a row, summed by one program
 # Of a thread of `_mix_norm_kernel`: as many as 16 warps can have. With fewer, which it takes where nothing is said, the
@@ -206,7 +207,8 @@ def _mix_kernel(
         there = mask
         if PARTIAL:  # what was left out was not written
             there &= tl.zeros([BLOCK], tl.float32) + weight != 0.0
-        total += weight * tl.load(y + (row * TOP + choice) * SIZE + col, mask=there, other=0.0).to(tl.float32)
+        value = tl.load(y + (row * TOP + choice) * SIZE + col, mask=there, other=0.0).to(tl.float32)
+        total = tl.fma(value, weight, total)  # as in `_mix_norm_kernel`, not left to the compiler
     if RESIDUAL:
         total += tl.load(residual + row * residual_stride + col, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + col, total.to(out.dtype.element_ty), mask=mask)
@@ -227,9 +229,11 @@ def _mix_norm_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(TOP):
         weight = tl.load(weights + row * TOP + choice)
-        total += weight * tl.load(y + (row * TOP + choice) * SIZE + col, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(y + (row * TOP + choice) * SIZE + col, mask=mask, other=0.0).to(tl.float32)
+        total = tl.fma(value, weight, total)
     if SCALE != 1:
-        total = (total.to(y.dtype.element_ty).to(tl.float32) * SCALE).to(y.dtype.element_ty).to(tl.float32)
+        total = rounded_product(total.to(y.dtype.element_ty).to(tl.float32), SCALE).to(y.dtype.element_ty)
+        total = total.to(tl.float32)
     total += tl.load(residual + row * residual_stride + col, mask=mask, other=0.0).to(tl.float32)
     stream = total.to(out.dtype.element_ty)
     tl.store(out + row * SIZE + col, stream, mask=mask)
@@ -331,7 +335,7 @@ def mix_norm(
         block = triton.next_power_of_2(size)
         _mix_norm_kernel[(rows,)](
             out, normed, y, routed.weights, residual, residual.stride(0), weight, SIZE=size, TOP=top_k, EPS=eps,
-            SCALE=scale, BLOCK=block, num_warps=min(max(block // 512, 1), 16), maxnreg=_MIX_REGISTERS,
+            SCALE=scale, BLOCK=block, num_warps=warps_of_row(size, y.itemsize), maxnreg=_MIX_REGISTERS,
             **launch_options(y.device),
         )  # fmt: skip
     return out, normed

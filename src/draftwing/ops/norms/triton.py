@@ -14,7 +14,7 @@ from torch import Tensor
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.fp8.triton import Out, empty_rows, parts_of, store_rows_fp8
 from draftwing.ops.norms.spec import NormOps
-from draftwing.ops.triton.common import launch_options, start
+from draftwing.ops.triton.common import launch_options, rounded_product, start
 
 _SHORT = 1024  # elements of a program for rows shorter than that
 
@@ -88,7 +88,7 @@ def _add_rms_norm_kernel(
     a = tl.load(x + row64 * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     b = tl.load(delta + row64 * delta_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     if SCALE != 1:
-        b = (b * SCALE).to(delta.dtype.element_ty).to(tl.float32)
+        b = rounded_product(b, SCALE).to(delta.dtype.element_ty).to(tl.float32)
     stream = (a + b).to(total.dtype.element_ty)
     tl.store(total + row64 * SIZE + col[None, :], stream, mask=mask)
     result = _normed(stream.to(tl.float32), w[None, :], SIZE, EPS).to(out.dtype.element_ty)
@@ -118,7 +118,8 @@ def _fuse_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tiles are those of `_rms_norm_kernel`: how threads share a tile decides the order of a row's sum."""
+    """Tiles are those of `_rms_norm_kernel`: how threads share a tile decides the order of a row's sum. Of rows that
+    begin at no multiples of 16 bytes they may share it otherwise."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     there = row < rows
@@ -153,6 +154,13 @@ def _row_blocks(size: int) -> tuple[int, int, int]:
     block = triton.next_power_of_2(size)
     rows = max(1, _SHORT // block)
     return rows, block, min(16, max(4, rows * block // 512))
+
+
+def warps_of_row(size: int, itemsize: int) -> int:
+    """Returns warps of a program of one row whose norm is to have `rms_norm`'s bits: as many as a row has there, whose
+    threads take 16 bytes at a time. Shorter rows than a warp takes may have others."""
+    rows, block, warps = _row_blocks(size)
+    return warps if rows == 1 else min(max(block * itemsize // 512, 1), warps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

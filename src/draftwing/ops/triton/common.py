@@ -81,6 +81,15 @@ def fast_divided(x, y):
     return tl.inline_asm_elementwise("div.approx.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
 
 
+@triton.jit
+def rounded_product(x, y):
+    """x * y, float32, rounded before anything is added to it, as it is where the product is a kernel of its own: a
+    compiler makes one operation of a product and a sum, whose bits are others."""
+    if IS_INTERPRETED:
+        return x * y
+    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
+
+
 # By type of device, filled as they come. A dictionary, which torch.compile looks into while it traces; a launch that it
 # could not trace up to would be traced alone, with the number of warps as a variable, which it refuses.
 _LAUNCH: dict[str, dict[str, Any]] = {}
