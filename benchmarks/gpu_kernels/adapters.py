@@ -1,7 +1,9 @@
 """What adapters (LoRA) cost: the target's forward of plain steps of the 8B Llama shape, from graphs, with none of them,
 with one for all rows, and with many, each of rank 16 on all linear layers; and how long a slot takes to fill.
 
-    python benchmarks/gpu_kernels/adapters.py [--tiny] [--rows 1,16,64] [--many 32] [--rank 16] [option=value ...]
+    python benchmarks/gpu_kernels/adapters.py [--tiny] [--rows 1,16,64] [--many 32] [--rank 16] [--profile] [OPTION=..]
+
+--profile: also how long each kernel of a step takes, and how often it runs; they overlap, so the sum is more.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from load_runs import options_of
 
 REPLAYS = 30
+PROFILED = 5  # steps of a profile
+MOST_KERNELS = 12  # of one that are printed
 
 
 def adapter_for(executor, rank: int) -> Adapter:  # type: ignore[no-untyped-def]
@@ -50,12 +54,31 @@ def replay_us(executor, key) -> float:  # type: ignore[no-untyped-def]
     return min(times)
 
 
+def profile(executor, key, what: str) -> None:  # type: ignore[no-untyped-def]
+    """Prints the kernels of a step by name."""
+    graphs = executor.graphs._graphs
+    graphs["draft", key.key if isinstance(key, Beside) else key][0]()
+    replay = graphs["verify", key][0]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(PROFILED):
+            replay()
+        torch.cuda.synchronize()
+    events = sorted(found.key_averages(), key=lambda one: -one.self_device_time_total)
+    print(f"  {what}:")
+    for one in events[:MOST_KERNELS]:
+        times = one.count / PROFILED
+        us = one.self_device_time_total / PROFILED
+        print(f"    {us:8.1f} us  {times:6.0f} x {us / max(times, 1e-9):6.2f}  {one.key[:90]}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rows", default="1,16,64")
     parser.add_argument("--many", type=int, default=32)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("options", nargs="*")
     args = parser.parse_args()
     rows = [int(one) for one in args.rows.split(",")]
@@ -90,6 +113,8 @@ def main() -> None:
             slots = torch.arange(size, device="cuda") % max(count, 1) + (count > 0)
             executor.table.adapters[:size].copy_(slots)
             found.append(replay_us(executor, Beside(key)))
+            if args.profile:
+                profile(executor, Beside(key), f"{size} rows, {count} adapters")
         shares = ", ".join(f"{one:.0f} ({100 * (one / base - 1):+.1f}%)" for one in found)
         print(
             f"{size} rows: {base:.0f} us; the graph with adapters, of none, one and {args.many}: {shares}", flush=True

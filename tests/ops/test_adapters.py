@@ -71,6 +71,54 @@ def test_adapters_of_rows(inputs: int, sizes: tuple[int, ...], dtype: torch.dtyp
     assert y.isnan().any(1).nonzero().tolist() == [[2]]
 
 
+@pytest.mark.parametrize(
+    ("requests", "each"), [(64, 4), (70, 4), pytest.param(1, 1, marks=pytest.mark.exhaustive), (64, 1)]
+)
+def test_trees_of_many_adapters(requests: int, each: int, triton_ops: TorchOps) -> None:
+    """Rows of more than a chunk, of as many adapters as there are slots: by a plan as without, each with the bits that
+    it has alone; and nothing but these rows is written."""
+    ops, dtype, count = triton_ops, torch.bfloat16, 32
+    weights = AdapterWeights.empty(count, 16, 64, [48, 96], dtype, ops.device)
+    for slot in range(1, count + 1):
+        for place, rank in enumerate((16, slot % 16 + 1)):
+            down = made(ops, dtype, rank, 64, seed=slot) / 8
+            weights.set(slot, place, down, made(ops, dtype, 48, rank, seed=slot + place), 1 + slot / 8)
+    table = torch.arange(requests, device=ops.device) * 7 % (count + 1)
+    rows = ops.row_slots(table, torch.arange(requests, device=ops.device), each)
+    x, y = made(ops, dtype, len(rows), 64), made(ops, dtype, len(rows) + 2, 96, seed=1)
+    found, plan = y.clone(), ops.adapter_plan(rows)
+    ops.adapter_up(found[1:-1], ops.adapter_down(x, weights, rows, plan), weights, rows, plan)
+    assert torch.equal(found[[0, -1]], y[[0, -1]])
+    want = y[1:-1].double()
+    for row, slot in enumerate(rows.tolist()):
+        for place in (0, 1) if slot else ():
+            between = weights.down[slot - 1, place].double() @ x[row].double()
+            part = slice(48 * place, 48 * place + 48)
+            want[row, part] += (1 + slot / 8) * (weights.up[slot - 1, :, part].double().T @ between)
+    close(found[1:-1], want, ops, roundings=1.1, floor=0.5)
+    for some in (slice(0, 1), slice(3, 20), slice(len(rows) // 2, len(rows))):
+        alone = y[1:-1][some].clone()
+        ops.adapt(alone, x[some], weights, rows[some].clone())
+        assert torch.equal(alone, found[1:-1][some])
+
+
+def test_plans_have_each_row_once(triton_ops: TorchOps) -> None:
+    """In tiles of up to 16 rows of one adapter, as few as there can be of a chunk."""
+    for rows, most in ((1, 1), (64, 33), (300, 5), (300, 1), (16, 0)):
+        slots = torch.arange(rows, device=triton_ops.device) * 5 % (most + 1)
+        plan = triton_ops.adapter_plan(slots)
+        assert plan is not None
+        tiles, lists = int(plan[0]), plan[8:].view(5, rows).tolist()
+        seen = []
+        for slot, begin, count in zip(*(one[:tiles] for one in lists[:3]), strict=True):
+            mine = lists[3][begin : begin + count]
+            assert 1 <= len(mine) <= 16 and {int(slots[row]) for row in mine} == {slot} and mine == sorted(mine)
+            seen += mine
+        assert sorted(seen) == slots.nonzero().flatten().tolist()
+        chunks = slots.split(256)
+        assert tiles == sum(-(-int(n) // 16) for one in chunks for n in one[one > 0].unique(return_counts=True)[1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32])
 def test_factors_in_half_precision(dtype: torch.dtype, ops: TorchOps) -> None:
     """Beside activations in float32, as with weights in blocks."""

@@ -35,16 +35,25 @@ class AdaptedWeight:
         """Returns whether the product and what is made of it by a gate are two operations."""
         return self._one_way or self.adds
 
-    def add(self, y: Tensor, x: Tensor) -> None:
-        """x [M, inputs] of the product y [M, outputs], which is changed."""
+    def begin(self, x: Tensor) -> Tensor | None:
+        """x [M, inputs] of a product that comes next -> what `add` is to be given."""
         slots = self._queries.slots
+        if slots is None or not self._ops.adapts_ahead:
+            return None
+        return self._ops.adapter_down(x, self.weights, slots, self._queries.plan)
+
+    def add(self, y: Tensor, x: Tensor, begun: Tensor | None = None) -> None:
+        """x [M, inputs] of the product y [M, outputs], which is changed. begun: by `begin`."""
+        slots, plan = self._queries.slots, self._queries.plan
         if slots is None:
             return
-        if self._ranks is None:
-            self._ops.adapt(y, x, self.weights, slots)
+        if self._ranks is None and begun is None:
+            self._ops.adapt(y, x, self.weights, slots, plan)
             return
-        made = self._ranks.sum_rows(self._ops.adapter_down(x, self.weights, slots), ops=self._ops)
-        self._ops.adapter_up(y, made, self.weights, slots)
+        made = self._ops.adapter_down(x, self.weights, slots, plan) if begun is None else begun
+        if self._ranks is not None:
+            made = self._ranks.sum_rows(made, ops=self._ops)
+        self._ops.adapter_up(y, made, self.weights, slots, plan)
 
 
 class AdaptedGroups:

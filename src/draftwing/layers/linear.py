@@ -87,9 +87,10 @@ class Linear(LinearBase):
         if isinstance(x, Fp8Rows) and not self.op.takes_fp8:
             assert x.x is not None
             x = x.x
+        begun = None if self.adapted is None else self.adapted.begin(x)  # type: ignore[arg-type]  # as `takes_fp8` has it
         y = self.op(x, self.bias, residual, overwrite)  # type: ignore[arg-type]  # quantised where it `takes_fp8`
         if self.adapted is not None:
-            self.adapted.add(y, x)  # type: ignore[arg-type]  # as `takes_fp8` has it
+            self.adapted.add(y, x, begun)  # type: ignore[arg-type]
         return y
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -162,7 +162,7 @@ class DecoderModel(nn.Module):
         assert narrowed is None or not aux_layers
         if adapted is None:
             return self._run(ids, positions, attend, aux_layers, narrowed, images)
-        with self._queries.of(adapted):
+        with self._queries.of(adapted, self._ops.adapter_plan(adapted)):
             return self._run(ids, positions, attend, aux_layers, narrowed, images)
 
     def _run(

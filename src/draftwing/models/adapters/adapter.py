@@ -285,7 +285,8 @@ class AdapterSlots:
         for weights in kinds.values():
             for rows in SIZES:
                 x, y = (weights.scales.new_zeros(rows, n, dtype=self._dtype) for n in (weights.inputs, weights.outputs))
-                ops.adapt(y, x, weights, weights.ranks.new_zeros(rows))
+                slots = weights.ranks.new_zeros(rows)
+                ops.adapt(y, x, weights, slots, ops.adapter_plan(slots))
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Fills a slot, which nothing that runs has. adapter: that was checked, of a rank that slots have room for."""

@@ -45,8 +45,10 @@ class SlotLayout:
             parts = []
             for part, begin in zip(one[:_FIELDS], begins, strict=True):
                 like = part[: self._groups[name]]
-                parts.append(memory[at][begin : begin + like.nbytes].view(part.dtype).view(like.shape))
+                shape = like.mT.shape if part is one.up else like.shape  # as files have it: a device turns it faster
+                parts.append(memory[at][begin : begin + like.nbytes].view(part.dtype).view(shape))
             down, up, ranks, scales = parts
+            up = up.mT
             found[name] = AdapterWeights(down, up, ranks, scales, one.ends, one.bounds)
         return found
 
@@ -76,8 +78,7 @@ def write_all(names: Sequence[str], write: Callable[[str], None]) -> None:
 
 
 def copy_exactly(to: Tensor, source: Tensor) -> None:
-    """Copies between tensors of the host. NumPy's copy of a transposed matrix takes half as long as torch's, and no
-    more than one thread."""
+    """Copies between tensors of the host, by NumPy, which takes no more than one thread."""
     if to.dtype != source.dtype or to.element_size() != 2:
         to.copy_(source)
     else:

@@ -104,21 +104,23 @@ class CpuAdapterOps(AdapterOps):
         self.raw.row_numbers(out, table, rows, len(rows), each)
         return out
 
-    def adapt(self, y: Tensor, x: Tensor, weights: AdapterWeights, slots: Tensor) -> None:
+    def adapt(self, y: Tensor, x: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None) -> None:
         if not _takes(y, x, weights):
             super().adapt(y, x, weights, slots)
             return
         between = x.new_empty(len(x) * _floats(weights), dtype=torch.float32)
         self._call(y, x, weights, slots, between, _DOWN | _UP)
 
-    def adapter_down(self, x: Tensor, weights: AdapterWeights, slots: Tensor) -> Tensor:
+    def adapter_down(self, x: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None) -> Tensor:
         if not _takes(x, x, weights):
             return super().adapter_down(x, weights, slots)
         made = torch.zeros(len(x), _floats(weights))  # ranks sum all of it
         self._call(None, x, weights, slots, made, _DOWN)
         return made
 
-    def adapter_up(self, y: Tensor, made: Tensor, weights: AdapterWeights, slots: Tensor) -> None:
+    def adapter_up(
+        self, y: Tensor, made: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None
+    ) -> None:
         if not _takes(y, y, weights) or made.dtype != torch.float32:
             super().adapter_up(y, made, weights, slots)
             return

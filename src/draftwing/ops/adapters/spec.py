@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SIZES = (1, 65)  # rows of batches that devices may have different kernels for
+SIZES = (1, 17, 65)  # rows of batches that devices may have different kernels for
 
 
 class AdapterWeights(NamedTuple):
@@ -70,28 +70,33 @@ class AdapterWeights(NamedTuple):
 
 
 class QueryAdapters:
-    """slots: of the queries of the forward that runs, [M] int64, 0 of one without an adapter; None: all are without."""
+    """slots: of the queries of the forward that runs, [M] int64, 0 of one without an adapter; None: all are without.
+    plan: what `AdapterOps.adapter_plan` made of them, for the forward's products."""
 
     def __init__(self) -> None:
         self.slots: Tensor | None = None
+        self.plan: Tensor | None = None
 
     @contextmanager
-    def of(self, slots: Tensor | None) -> Iterator[None]:
+    def of(self, slots: Tensor | None, plan: Tensor | None = None) -> Iterator[None]:
         """Has the forward inside be of queries with these slots."""
         assert self.slots is None, "forwards of a model do not run inside each other"
-        self.slots = slots
+        self.slots, self.plan = slots, plan
         try:
             yield
         finally:
-            self.slots = None
+            self.slots = self.plan = None
 
     def narrow(self, at: Tensor) -> None:
         """Goes on with the queries `at` [F] int64 alone."""
-        self.slots = None if self.slots is None else self.slots[at]
+        self.slots, self.plan = None if self.slots is None else self.slots[at], None
 
 
 class AdapterOps:
-    """Here for tensors of any dtype; a row's bits may depend on the batch."""
+    """Here for tensors of any dtype; a row's bits may depend on the batch. adapts_ahead: whether `adapter_down` is best
+    called before the product to which `adapter_up` adds, beside which it may run."""
+
+    adapts_ahead = False
 
     def empty_adapters(
         self, slots: int, rank: int, inputs: int, ends: list[int], dtype: torch.dtype, device: torch.device,
@@ -106,11 +111,16 @@ class AdapterOps:
         """table [R] int64, rows [B] int64 -> the slot of each of their queries, so many a row, [B * each] int64."""
         return table[rows].repeat_interleave(each)
 
-    def adapt(self, y: Tensor, x: Tensor, weights: AdapterWeights, slots: Tensor) -> None:
-        """y [M, outputs] += what the adapters in `slots` [M] add for x [M, inputs], rounded once more."""
-        self.adapter_up(y, self.adapter_down(x, weights, slots), weights, slots)
+    def adapter_plan(self, slots: Tensor) -> Tensor | None:
+        """slots [M] int64 -> what the operations below need of them, if they need anything; without it they make it
+        each time."""
+        return None
 
-    def adapter_down(self, x: Tensor, weights: AdapterWeights, slots: Tensor) -> Tensor:
+    def adapt(self, y: Tensor, x: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None) -> None:
+        """y [M, outputs] += what the adapters in `slots` [M] add for x [M, inputs], rounded once more."""
+        self.adapter_up(y, self.adapter_down(x, weights, slots, plan), weights, slots, plan)
+
+    def adapter_down(self, x: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None) -> Tensor:
         """x [M, inputs] -> scale * (down @ x) by slice, [M, slices * rank] or several such parts, in float32 or wider;
         of rows without an adapter anything."""
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -120,7 +130,9 @@ class AdapterOps:
             made = torch.where((slots == slot).view(-1, 1, 1), sums * weights.scales[slot - 1].to(wide)[:, None], made)
         return made.flatten(1)
 
-    def adapter_up(self, y: Tensor, made: Tensor, weights: AdapterWeights, slots: Tensor) -> None:
+    def adapter_up(
+        self, y: Tensor, made: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None
+    ) -> None:
         """y [M, outputs] += up @ made, of rows that have an adapter. made: as `adapter_down` gives it."""
         by_slice = made.unflatten(1, weights.down.shape[1:3])
         for slot in _used(slots, weights):
