@@ -17,12 +17,14 @@ serve one GGUF file in Q8_0 and get all texts in one request; llama.cpp's batch 
 
 `--write` leaves that model in a folder, for servers that are started by hand. With `--url` these are asked for all
 texts by their `/v1/embeddings`: `batches`, one request of `--batch` texts after another, and `singles`, requests of one
-text, `--clients` of them at once. The client reads answers, and only then what is in them.
+text, `--clients` of them at once. The client reads answers, and only then what is in them. Vectors are JSON's numbers,
+or with `--base64` what OpenAI's client asks for by default.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import http.client
 import json
 import random
@@ -178,6 +180,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="write a small one")
     parser.add_argument("--url", action="append", metavar="NAME=URL", help="of a server; may be given several times")
     parser.add_argument("--batch", type=int, default=64, help="texts of a request of `batches`")
+    parser.add_argument("--base64", action="store_true", help="vectors come as OpenAI's client asks for them")
     parser.add_argument("--clients", type=int, default=32, help="requests at once of `singles`")
     asked = parser.parse_args()
     if asked.device == "cpu":
@@ -229,29 +232,48 @@ def over_http(server: Server, texts: list[str]) -> list[list[float]]:
 
 
 class Asker:
-    """Asks a server by connections that stay, one for each thread."""
+    """Asks a server by connections that stay, one for each thread, as long as the server keeps them."""
 
-    def __init__(self, url: str) -> None:
-        self._host, self._own = urlsplit(url).netloc, threading.local()
+    def __init__(self, url: str, form: str) -> None:
+        """form: of vectors, as `encoding_format` names it."""
+        self._host, self._form, self._own = urlsplit(url).netloc, form, threading.local()
 
     def __call__(self, texts: Sequence[str]) -> bytes:
         """Returns the body of a response. Raises RuntimeError for a refusal."""
+        body = json.dumps({"input": texts, "model": "default", "encoding_format": self._form})
+        kept = hasattr(self._own, "connection")
+        try:
+            status, answer = self._ask(body)
+        except (ConnectionError, http.client.HTTPException):
+            if not kept:
+                raise
+            del self._own.connection  # the server has closed it while others were asked
+            status, answer = self._ask(body)
+        if status != 200:
+            raise RuntimeError(f"{self._host}: status {status}, {answer[:500]!r}")
+        return answer
+
+    def _ask(self, body: str) -> tuple[int, bytes]:
         if not hasattr(self._own, "connection"):
             self._own.connection = http.client.HTTPConnection(self._host, timeout=SECONDS)
-        body = json.dumps({"input": texts, "model": "default"})
         self._own.connection.request("POST", "/v1/embeddings", body, {"content-type": "application/json"})
         response = self._own.connection.getresponse()
-        answer = bytes(response.read())
-        if response.status != 200:
-            raise RuntimeError(f"{self._host}: status {response.status}, {answer[:500]!r}")
-        return answer
+        return response.status, bytes(response.read())
+
+
+def vector_of(found: list[float] | str) -> np.ndarray[Any, Any]:
+    """Returns a vector out of a response, whichever form it has."""
+    if isinstance(found, str):
+        return np.frombuffer(base64.b64decode(found), "<f4").astype(np.float64)
+    return np.asarray(found, np.float64)
 
 
 def beside_servers(asked: argparse.Namespace) -> None:
     """Prints rates of each server, and the least cosine between its vectors and those of the first one."""
     texts = texts_of(asked.texts)
     batches = [texts[at : at + asked.batch] for at in range(0, len(texts), asked.batch)]
-    servers = {name: Asker(url) for name, url in (one.split("=", 1) for one in asked.url)}
+    form = "base64" if asked.base64 else "float"
+    servers = {name: Asker(url, form) for name, url in (one.split("=", 1) for one in asked.url)}
     found: dict[str, Any] = {name: {"batches": 0.0, "singles": 0.0} for name in servers}
     first, tokens = None, 0
     with ThreadPoolExecutor(asked.clients) as threads:
@@ -270,7 +292,7 @@ def beside_servers(asked: argparse.Namespace) -> None:
                     continue
                 every = [json.loads(answer) for answer in answers]
                 tokens = sum(one["usage"]["prompt_tokens"] for one in every)
-                vectors = np.asarray([row["embedding"] for one in every for row in one["data"]])
+                vectors = np.asarray([vector_of(row["embedding"]) for one in every for row in one["data"]])
                 first = vectors if first is None else first
                 cosines = (first * vectors).sum(1) / np.linalg.norm(first, axis=1) / np.linalg.norm(vectors, axis=1)
                 found[name][f"{kind}: tokens, cosine"] = tokens, float(cosines.min())
@@ -279,7 +301,7 @@ def beside_servers(asked: argparse.Namespace) -> None:
         of = f"{rate:9.1f} texts/s {rate * tokens / len(texts):9.0f} tokens/s"
         print(f"{name:16}{kind:8}{of}, least cosine to the first {cosine:.5f}", flush=True)
     if asked.out is not None:
-        asked.out.write_text(json.dumps({"texts": len(texts), **found}))
+        asked.out.write_text(json.dumps({"texts": len(texts), "form": form, **found}))
 
 
 def compare(asked: argparse.Namespace, sides: dict[str, Embed], tokens_of: Callable[[str], int]) -> None:

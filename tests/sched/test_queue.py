@@ -101,6 +101,21 @@ def test_the_order_is_that_of_a_sort() -> None:
             assert len(queue) == len(waiting) and set(queue) == set(waiting)
 
 
+def test_who_gets_a_row_is_not_looked_at_in_vain() -> None:
+    queue, ones = FairQueue(), [req(str(i), "a") for i in range(200)]
+    for one in ones:
+        queue.join(one)
+    looked = []
+    for one in queue.fair_order(lambda client: False, further=True):
+        looked.append(one)
+        if len(looked) % 2:
+            queue.admit(one)
+    assert looked == ones[: 2 * MAX_CANDIDATES - 1] or looked == ones[: 2 * MAX_CANDIDATES]
+    for one in queue.fair_order(lambda client: False, further=True):
+        queue.admit(one)
+    assert not len(queue)
+
+
 def test_who_leaves_gives_its_turn_back() -> None:
     queue = FairQueue()
     gone = [req(str(i), "a") for i in range(500)]

@@ -16,6 +16,7 @@ from draftwing.sched import planning
 from draftwing.sched.planning import divided, fair_decode_batch
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.policy.shape_policy import FixedShape, StepContext
+from draftwing.sched.queue import MAX_CANDIDATES
 from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler, SchedulerConfig
 
@@ -65,6 +66,20 @@ def test_higher_priority_runs_first_and_equals_in_order_of_arrival():
         turn(sched)
         order += [out.uid for out in sched.take_outputs() if out.finish_reason]
     assert order == ["b", "c", "d", "a"]
+
+
+def test_many_short_prompts_of_one_client_are_one_prefill():
+    sched = make(slots=3000, rows=100, chunk=400)
+    for i in range(90):
+        sched.submit(req(str(i), new=1, first=100 * i))
+    assert [len(turn(sched).chunks) for _ in range(2)] == [80, 10]
+    assert len(sched.take_outputs()) == 90
+    sched.submit(req("answer", new=50, first=100_000))
+    turn(sched)
+    for i in range(90):
+        sched.submit(req(str(i), new=1, first=100 * i))
+    sched.plan()
+    assert len(sched.running) == 1 + MAX_CANDIDATES  # beside one who decodes a few at a time
 
 
 def test_a_short_prompt_is_not_behind_long_ones():

@@ -10,7 +10,9 @@ from itertools import chain
 
 from draftwing.sched.req import Req
 
-MAX_CANDIDATES = 32  # requests of a client, each time rows are given: some may have to wait for another's prefill
+# Requests of a client that may be looked at in vain, each time rows are given: some may have to wait for another's
+# prefill. As many get a row where somebody decodes, for a row takes the host about 0.05 ms.
+MAX_CANDIDATES = 32
 _MAX_IDLE_CLIENTS = 256  # clients to remember beyond those that wait
 
 
@@ -20,6 +22,11 @@ def _rank(req: Req) -> tuple[int, int, int]:
 
 def _place(line: list[Req], req: Req) -> int:
     return bisect.bisect_left(line, req.rank, key=_rank)
+
+
+def _waits(line: list[Req], req: Req) -> bool:
+    at = _place(line, req)
+    return at < len(line) and line[at] is req
 
 
 class FairQueue:
@@ -107,11 +114,12 @@ class FairQueue:
         else:
             del self._lines[req.request.client]
 
-    def fair_order(self, served: Callable[[str], bool]) -> Iterator[Req]:
+    def fair_order(self, served: Callable[[str], bool], further: bool = False) -> Iterator[Req]:
         """Returns those who wait, in the order of getting rows; of each client the first `MAX_CANDIDATES`. Who is
         taken may be admitted meanwhile, and others may come back.
 
-        served: whether a client has its share of the rows. Then it comes after those of its priority who have less."""
+        served: whether a client has its share of the rows. Then it comes after those of its priority who have less.
+        further: whether there is one more for each that is admitted meanwhile."""
         ready: list[tuple[int, bool, int, int, Req, Iterator[Req]]] = []
         heads = self._heads.copy()  # of those from `at` on nobody has been looked at
 
@@ -127,13 +135,24 @@ class FairQueue:
                 priority, turn, arrival = heads[at].rank
                 if ready and ready[0][:4] < (priority, False, turn, arrival):
                     break
-                line = self._lines[heads[at].request.client]  # of which one that came back may be the first
-                first = _place(line, heads[at])
-                put(iter(line[first : first + MAX_CANDIDATES]))
+                put(self._candidates(heads[at], further))
                 at += 1
             *_, req, line_after = heapq.heappop(ready)
             yield req
             put(line_after)
+
+    def _candidates(self, head: Req, further: bool) -> Iterator[Req]:
+        """Yields those of a client from `head` on, before which one that came back may be, as `fair_order` does."""
+        client, last, left = head.request.client, None, MAX_CANDIDATES
+        while left > 0:
+            line = self._lines.get(client, [])
+            first = _place(line, head) if last is None else _place(line, last) + _waits(line, last)
+            some = line[first : first + left]
+            yield from some
+            if not some or not further:
+                return
+            last, line = some[-1], self._lines.get(client, [])
+            left -= sum(_waits(line, req) for req in some)
 
 
 class RowShares:

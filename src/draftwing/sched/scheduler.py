@@ -18,7 +18,7 @@ from draftwing.sched.planning import divided, fair_decode_batch, make_plan, whol
 from draftwing.sched.policy.choice import Mixes, ShapeChoice
 from draftwing.sched.policy.prefill_budget import PrefillBudget
 from draftwing.sched.policy.shape_policy import ShapePolicy, StepContext
-from draftwing.sched.queue import FairQueue, RowShares
+from draftwing.sched.queue import MAX_CANDIDATES, FairQueue, RowShares
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.results import PromptLogprobCache, Results, finish_meta
 from draftwing.sched.state_slots import StateSizes
@@ -241,8 +241,12 @@ class Scheduler:
         # all at most, since they are idle until it is there.
         kept, most = 0, max(self.config.max_rows // 2, 1)
         shares = RowShares(self.config.max_rows, self.running, self.waiting)
-        for req in self.waiting.fair_order(shares.served):
+        # Where nobody decodes, as many get rows as the next prefill has tokens for.
+        todo, alone = sum(req.unsent for req in self.running), not self._ready()
+        for req in self.waiting.fair_order(shares.served, further=alone):
             if kept >= self.kv.free_rows and shares.preemption_victim(self.running, req) is None:
+                break
+            if len(admitted) >= MAX_CANDIDATES and todo >= self.config.chunk_tokens and alone:
                 break
             if req.returning:
                 continue
@@ -263,6 +267,7 @@ class Scheduler:
             req.inflight, req.confidence = 0, self.config.initial_confidence
             self.running.append(req)
             admitted.append(req)
+            todo += req.unsent
         self.choice.skip_prompts(admitted, self.running, self.config.initial_confidence)
 
     def _give_row(self, req: Req, tokens: IntArray, shares: RowShares, rows: int) -> bool:

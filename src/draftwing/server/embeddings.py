@@ -18,7 +18,7 @@ from draftwing.server.ollama import ModelOptions
 from draftwing.server.openai.completions import cached_tokens
 from draftwing.server.schema import GenerationBody, Hint, Name, NotBuilt, TokenIds, split_prompts
 from draftwing.server.service import Generation, Service
-from draftwing.text.pooler import Pooler, Vector
+from draftwing.text.pooler import Pooler, Vector, decimals
 
 MAX_CHOSEN = 1 << 24  # dimensions that a body may name; the model's are fewer
 Dimensions = Annotated[int, Field(ge=1, le=MAX_CHOSEN)]
@@ -155,7 +155,7 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 def _shown(vector: Vector, form: str | None) -> Any:
     """A list, or its float32 in base64, the lowest byte first, as OpenAI has it."""
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii") if form == "base64" else vector.tolist()
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii") if form == "base64" else decimals(vector)
 
 
 def add_embedding_routes(app: FastAPI, service: Service) -> None:
@@ -198,7 +198,7 @@ def add_embedding_routes(app: FastAPI, service: Service) -> None:
             generation = await unless_disconnected(request, ask_vectors(service, body, texts, body.dimensions))
 
         def made(generation: Generation) -> dict[str, Any]:
-            every = [pooler.vector(answer, body.dimensions).tolist() for answer in generation.answers]
+            every = [decimals(pooler.vector(answer, body.dimensions)) for answer in generation.answers]
             return body.made(name, every, _durations(generation))
 
         return await respond(request, Pooled(generation, made), False, _numbers(service, len(texts)))

@@ -68,6 +68,9 @@ def _pieces(data: Any) -> Iterator[bytes]:
 
 def _parts(data: list[Any]) -> Iterator[list[Any]]:
     """Yields a list as lists that are small, or have one entry."""
+    if not any(issubclass(kind, dict | list) for kind in set(map(type, data))):  # as vectors are, and token ids
+        yield from (data[begin : begin + _PIECE] for begin in range(0, len(data), _PIECE))
+        return
     begin = total = 0
     for i, entry in enumerate(data):
         size = _size(entry)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,13 @@ class Tokenizer:
         self._tool_template = None if tool_template is None else ChatTemplate(tool_template, self.special_tokens)
         stop = {i for i in (self.eos_id, self._end_of_turn(), *extra_stop_ids) if i is not None}
         self.stop_ids = frozenset(stop)
+
+    @cached_property
+    def ending(self) -> int:
+        """Returns how many tokens it puts behind a text by itself."""
+        plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), len(whole))
+        return len(whole) - at - len(plain) if plain and at < len(whole) else 0
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)

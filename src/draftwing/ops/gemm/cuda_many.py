@@ -73,6 +73,7 @@ def takes(features: int, columns: int, ranges: int) -> bool:
     return features % _STEP == 0 and columns % PANEL == 0 and columns >= least * PANEL
 
 
+@functools.lru_cache(maxsize=4096)  # the layers of a forward ask for the same few
 def cut_of(rows: int, weights: int, gated: bool, ranges: int, at_once: int) -> tuple[Size, int]:
     """Returns the size of the kernel for so many rows of x, and its blocks. weights: rows of the weight. at_once:
     clusters of two blocks."""
@@ -158,8 +159,9 @@ def in_sets(x: Tensor, spread: int = 32) -> Tensor:
     """x [R, K] in 16 bits, K a multiple of `spread` -> the same, columns as instructions of gemm.cu take them: of 32
     the first four of each eight, then the others; of 64, as gemm_experts.cu has quantised weights, the first four of
     each 16, then the next four, and so on. These take any 16 columns that lie side by side."""
-    fours = x.contiguous().view(torch.int64).unflatten(1, (-1, 4, spread // 16))
-    return fours.transpose(2, 3).contiguous().view(x.dtype).view(x.shape)
+    rows, columns = x.shape
+    fours = x.contiguous().view(torch.int64).view(rows, columns // spread, 4, spread // 16)
+    return fours.transpose(2, 3).reshape(rows, columns // 4).view(x.dtype)
 
 
 def read_source(ranges: int, dtype: torch.dtype) -> str:
