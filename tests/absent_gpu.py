@@ -57,7 +57,7 @@ knobs.runtime.jit_cache_hook = knobs.runtime.add_stages_inspection_hook = None
 for module, name, launch in launches:
     name = name.rpartition(".")[2]
     asm = getattr(importlib.import_module(module), name).preload(launch).asm
-    counts = [len(re.findall(rf"\\b{what}(?:\\.rn)?\\.f32", asm["ptx"])) for what in ("fma", "mul", "add")]
+    counts = [len(re.findall(rf"\\b{what}(?:\\.rn)?\\.(?:f32|bf16)", asm["ptx"])) for what in ("fma", "mul", "add")]
     summed = re.findall(r"\\}\\) : \\(tensor<[^,]*f32, (#\\w+)>\\)", asm["ttgir"])
     layout = re.search(rf"{summed[0]} = (.*)", asm["ttgir"]).group(1) if summed else ""
     print(name, *counts, *re.findall(r"(\\d+)\\](?!\\}>)", layout)[:3])

@@ -86,13 +86,14 @@ def test_add_rms_norm(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     for row in range(2, 4):
         alone = ops.add_rms_norm(x[row : row + 1], delta[row : row + 1], weight, 1e-5)
         assert torch.equal(alone[0][0], total[row]) and torch.equal(alone[1][0], found[row])
-    scaled = ops.add_scaled(delta, None, 0.22)
     if cuts(ops):
         return
-    for one, other in zip(
-        ops.add_rms_norm(x, delta, weight, 1e-5, 0.22), ops.add_rms_norm(x, scaled, weight, 1e-5), strict=True
-    ):
-        assert torch.equal(one, other)
+    for scale in (0.22, 0.21875):  # the second is a bfloat16
+        scaled = ops.add_scaled(delta, None, scale)
+        for one, other in zip(
+            ops.add_rms_norm(x, delta, weight, 1e-5, scale), ops.add_rms_norm(x, scaled, weight, 1e-5), strict=True
+        ):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("size", [104, 576])

@@ -194,10 +194,10 @@ x, delta = (empty(4, size, dtype=dtype) for _ in range(2))
 weight, other = empty(size, dtype=its), empty(size, dtype=its)
 norms.rms_norm(x, weight, 1e-5)
 norms.fuse_inputs(empty(4), empty(9, size, dtype=dtype), x, (weight, other), 1e-5)
-for scale in (1.0, 0.22):
+for scale in (1.0, 0.21875):
     norms.add_rms_norm(x, delta, weight, 1e-5, scale)
 routed, y = Routed(empty(4, 3), empty(4, 3, dtype=torch.float32), 6, None), empty(12, size, dtype=dtype)
-for scale in (1.0, 0.22):
+for scale in (1.0, 0.21875):
     experts.mix_norm(y, routed, x, weight, 1e-5, scale)
 """
 
@@ -210,7 +210,7 @@ for scale in (1.0, 0.22):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
 def test_fused_norms_round_as_separate_ones(tmp_path: Path, dtype: str, weights: str, size: int) -> None:
     """A product with a factor is rounded before it is added, which the interpreter shows in any case, and a row's sum
-    has one order."""
+    has one order. The factor is one of bfloat16, in which the compiler multiplies then."""
     found = compiled(NORMS, tmp_path, 90, str(size), dtype, weights, end=ARITHMETIC)
     norms, layouts = found, [layout for _, _, _, _, *layout in found]
     assert len(norms) == 6 and len(layouts[0]) == 3 and all(layout == layouts[0] for layout in layouts), found
