@@ -46,6 +46,19 @@ def test_clients_take_turns_and_what_ended_is_never_taken() -> None:
     inbox.wait()
 
 
+def test_who_waits_gets_all_that_are_put_together() -> None:
+    inbox, found = InputQueue(), list[int]()
+    waiting = threading.Thread(target=lambda: found.append(inbox.wait(10) and inbox.new))
+    with inbox.together():
+        inbox.put(req("first", "a"))
+        waiting.start()
+        waiting.join(0.05)
+        assert waiting.is_alive() and inbox.wait(0) is False
+        inbox.put(req("second", "a"))
+    waiting.join(10)
+    assert found == [2]
+
+
 def test_its_length_is_of_one_moment() -> None:
     """Whoever counts does not meet a queue that is being released."""
     queue = InputQueue()

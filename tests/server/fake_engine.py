@@ -16,6 +16,7 @@ import time
 from array import array
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +106,9 @@ class FakeEngine:
         self.closed = self.sleeping = False
         for memory in (self.requests, self.aborted, self.cached, self.traced):
             memory.clear()  # type: ignore[attr-defined]
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def submit(self, request: GenerationRequest) -> None:
         request = self.info.admit(request)

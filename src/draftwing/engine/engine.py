@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -179,6 +179,10 @@ class Engine:
         """Fills `info.read_rate`. Not to be called while steps run. `step` does it, too, where it waits for long."""
         self._knows_rate = True
         self.info = replace(self.info, read_rate=self.parts.executor.device.read_rate())
+
+    def together(self) -> AbstractContextManager[None]:
+        """Has a `step` that waits for requests wait for all that are submitted meanwhile, so that they can be in it."""
+        return self._input.together()
 
     def submit(self, request: GenerationRequest) -> None:
         """Queues a request. Raises RequestError if it can never run, or has the uid of a live one: one whose last

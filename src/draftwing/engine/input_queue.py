@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from draftwing.errors import RequestError
 from draftwing.fair_deque import FairDeque
@@ -26,6 +27,7 @@ class InputQueue:
         self._ended: deque[str | Req] = deque()
         self._held: FairDeque[str, Req] | None = None  # those that stand apart
         self._woken = False
+        self._coming = 0  # threads that put several
 
     def put(self, req: Req) -> None:
         """Raises RequestError for a uid that a live request has."""
@@ -51,6 +53,18 @@ class InputQueue:
                 self._new.put(req.request.client, uid, req)
             self._changed.notify()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Has `wait` wait until all is there that is put meanwhile."""
+        with self._changed:
+            self._coming += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._coming -= 1
+                self._changed.notify()
+
     def end(self, uid: str) -> None:
         with self._changed:
             req = self._new.drop(uid)
@@ -74,7 +88,7 @@ class InputQueue:
         """Waits until there is something to take, or for so many seconds; returns whether there is, or `wake` was
         called."""
         with self._changed:
-            found = self._changed.wait_for(lambda: self._woken or not self._empty, seconds)
+            found = self._changed.wait_for(lambda: self._woken or not (self._empty or self._coming), seconds)
             self._woken = False
             return found
 

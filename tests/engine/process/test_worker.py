@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,6 +52,9 @@ class Engine:
     def __init__(self) -> None:
         self.grammars, self.said = Grammars(), list[str]()
         self.loads = threading.Semaphore(0)  # heads
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def submit(self, request: GenerationRequest) -> None:
         if request.params.grammar is not None:

@@ -228,8 +228,9 @@ class Worker:
     def obey(self, engine: Engine, message: list[GenerationRequest] | Message) -> None:
         """Does what the server sent, or sees to it that it is done."""
         if isinstance(message, list):
-            for request in message:
-                self._let_in(engine, request)
+            with engine.together():
+                for request in message:
+                    self._let_in(engine, request)
         elif isinstance(message, Abort):
             for uid in message.uids:
                 if self._compiling.drop(uid):
