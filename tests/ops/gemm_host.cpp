@@ -495,20 +495,24 @@ static void copy_box(void* to, const TensorMap* map, int column, int row, Barrie
 }
 static std::vector<int> shown_writes;  // by block and warp group: threads that have shown what they wrote
 static int warp_group() { return me / threads * 2 + me % threads / 128; }
-static std::vector<std::vector<Copy>> stores;  // by thread: boxes that are on their way
+static std::vector<std::vector<Copy>> stores_open;  // by thread: boxes that are on their way, of no group yet
+static std::vector<std::deque<std::vector<Copy>>> stores;  // and of groups
 static void store_box(const TensorMap* map, const void* from, int column, int row) {
     if (shown_writes[warp_group()] != 128) abort();
     each_piece(from, map, column, row, [&](char* at, const u16* to) {
-        if (to) stores[me].push_back({(void*)to, at, 16});
+        if (to) stores_open[me].push_back({(void*)to, at, 16});
     });
 }
+template <int LEFT>
 static void wait_for_reads() {
-    for (const Copy& copy : stores[me]) finish(copy);
-    stores[me].clear();
+    for (auto& groups = stores[me]; groups.size() > LEFT; groups.pop_front())
+        for (const Copy& copy : groups.front()) finish(copy);
 }
 static void end_stores() {
     shown_writes[warp_group()] = 0;
-    if (early) wait_for_reads();
+    stores[me].push_back(std::move(stores_open[me]));
+    stores_open[me].clear();
+    if (early) wait_for_reads<0>();
 }
 static void show_writes() { ++shown_writes[warp_group()]; }
 static std::vector<int> group_arrived;  // by block and warp group
@@ -679,7 +683,7 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
             cluster_here = 0;
 #endif
 #ifdef DENSE
-            stores.assign(fibers.size(), {});
+            stores.assign(fibers.size(), {}), stores_open.assign(fibers.size(), {});
             shown_writes.assign(cluster * 2, 0);
             group_arrived.assign(cluster * 2, 0);
 #endif

@@ -123,15 +123,17 @@ def test_more_than_few_rows(groups: int, every: bool, tmp_path: Path, monkeypatc
 @pytest.mark.exhaustive  # a compiler of the host compiles it for its emulator
 @pytest.mark.further(dtype=torch.float16)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("ranges", cuda_many.RANGES)
-def test_many_rows(ranges: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = [size for size in cuda_many.SIZES if size.ranges == ranges]
+@pytest.mark.parametrize("program", cuda_many.PROGRAMS, ids=str)
+def test_many_rows(
+    program: cuda_many.Program, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [size for size in cuda_many.SIZES if size[1:] == program]
     monkeypatch.setattr(cuda_many, "SIZES", [sizes[0], sizes[-1]])
-    cuda_many.compile_ahead(ranges, dtype, HOPPER)
+    cuda_many.compile_ahead(program, dtype, HOPPER)
     (image,) = tmp_path.rglob("*.cubin")
     # Where a branch depends on what is not known, ptxas lets each product end before the next begins, without a word.
-    if (program := disassembler()) is not None:
-        code = subprocess.run([program, "-sass", image], capture_output=True, text=True, check=True).stdout
+    if (tool := disassembler()) is not None:
+        code = subprocess.run([tool, "-sass", image], capture_output=True, text=True, check=True).stdout
         products, waits = code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
         assert 0 < waits < products / 3, f"{products} products, {waits} waits"
 

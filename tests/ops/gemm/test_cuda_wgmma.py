@@ -59,13 +59,31 @@ def test_cuts_of_many_rows_in_16_bits() -> None:
     """Blocks have all features and rows, and there is room for a ring and for results."""
     for size in cuda_many.SIZES:
         width = size.features // 2 if size.gated else size.features
-        ring = size.stages * (128 + size.features) * cuda_wgmma.PANEL * 2
-        assert size.stages >= 4 and ring + -(-width // 32) * 8192 < (227 << 10) - 1024
-    for (rows, _), tokens, ranges in itertools.product(DENSE_SERVED, (193, 512, 2048, 8192), cuda_many.RANGES):
-        size, blocks = cuda_many.cut_of(tokens, rows, False, ranges, 66)
-        assert size.ranges == ranges and blocks % 2 == 0 and 0 < blocks <= 132
-        tiles = -(-tokens // 128) * -(-rows // (2 * size.features))
-        assert blocks == 132 or blocks == 2 * tiles
+        ring, boxes = size.stages * (128 + size.features) * cuda_wgmma.PANEL * 2, 3 if size.held else -(-width // 32)
+        assert size.stages >= 4 and ring + boxes * 8192 < (227 << 10) - 1024
+    for (rows, columns), tokens, ranges in itertools.product(DENSE_SERVED, (193, 512, 2048, 8192), cuda_many.RANGES):
+        for gated, adds in ((False, False), (False, True), (True, False)):
+            size = cuda_many.cut_of(tokens, rows, columns, gated, adds, ranges, 66)
+            assert (size.ranges, size.gated, size.held) == (ranges, gated, ranges == 1 and not adds)
+            assert size.tiles(tokens, rows) == -(-tokens // 128) * -(-rows // (2 * size.features))
+    assert not cuda_many.cut_of(512, 4096, 448, False, False, 1, 66).held
+
+
+@pytest.mark.parametrize(
+    "rows, columns, gated, adds, tokens",
+    [
+        (28672, 4096, True, False, {192: False, 256: True, 320: True, 384: True}),
+        (14336, 5120, False, False, {256: True, 320: False, 384: False, 385: True}),
+        (10240, 8192, False, False, {192: False, 256: True, 384: False}),
+        (6144, 4096, False, False, {256: False, 384: False, 512: True}),
+        (4096, 14336, False, True, {256: False, 384: False, 512: True}),
+    ],
+)
+def test_from_which_rows_many_are(rows: int, columns: int, gated: bool, adds: bool, tokens: dict[int, bool]) -> None:
+    """As they were measured: see docs/dev/gpu_kernels.md."""
+    ranges = cuda_dense.ranges_of(rows, columns)
+    for count, expected in tokens.items():
+        assert cuda_many.beats_few(count, rows, columns, gated, adds, ranges, 66) == expected, count
 
 
 def alike(at_once: int) -> dict[int, int]:
@@ -146,9 +164,12 @@ class DenseHost:
 
     def many(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, extra: Tensor | None, gated: bool, ranges: int,
-        at_once: int, early: int,
+        at_once: int, early: int, size: cuda_many.Size | None = None,
     ) -> Tensor:  # fmt: skip
-        size, blocks = cuda_many.cut_of(len(x), len(weight), gated, ranges, at_once)
+        """size: in place of the one that is chosen."""
+        adds = extra is not None
+        size = size or cuda_many.cut_of(len(x), len(weight), x.shape[1], gated, adds, ranges, at_once)
+        blocks = 2 * min(at_once, size.tiles(len(x), len(weight)))
         sizes = 64, size.features, size.stages, 1, int(gated), 1
         return self._run(size.name, (384, 2, 227 << 10), sizes, (blocks, 1), x, weight, bias, extra, early)
 
@@ -169,7 +190,7 @@ class DenseHost:
 def run_dense(tmp_path_factory: pytest.TempPathFactory) -> DenseHost:
     lines = [f"DENSE_KERNEL({size.name}, {size.groups}, {size.features}, {size.threads})\n" for size in DENSE_SIZES]
     files = ("gemm_wgmma.cu", "gemm_dense.cu", "gemm_dense_many.cu")
-    many = [line for ranges in cuda_many.RANGES for line in cuda_many.kernel_lines(ranges)]
+    many = [line for program in cuda_many.PROGRAMS for line in cuda_many.kernel_lines(program)]
     source = "".join([*read_files(files), *lines, *many])
     return DenseHost(compiled(tmp_path_factory.mktemp("dense"), source, "-DDENSE"))
 
@@ -228,25 +249,46 @@ def test_two_ranges_of_a_block(
 @pytest.mark.further(kind="plain", rows=[32, 544])
 @pytest.mark.further(rows=416)  # eight seconds each
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
-@pytest.mark.parametrize("rows, columns, ranges", [(96, 768, 2), (544, 384, 1), (32, 384, 1), (416, 1536, 4)])
+@pytest.mark.parametrize("rows, columns, ranges", [(96, 768, 2), (544, 512, 1), (32, 384, 1), (416, 1536, 4)])
 @pytest.mark.parametrize("early", [LATE, EARLY])
 def test_dense_many_rows(run_dense: DenseHost, rows: int, columns: int, ranges: int, kind: str, early: int) -> None:
     """The bits of few rows, with blocks that have no rows of x and others that take several tiles."""
     weight, x, bias = random(rows, columns, seed=1), random(300, columns, seed=2), random(rows, seed=3)
     gated = kind == "silu"
-    features = rows // 2 if gated else rows
     extra = random(len(x), rows, seed=4) if kind == "add" else None
-    few = cuda_dense.make_cut(128, features, gated, columns, ranges, alike(64))
-    fits = [size for size in DENSE_SIZES if size.groups == few.size.groups and size.features >= few.size.features]
-    expected = torch.cat([
-        run_dense(x[at : at + 128], weight, bias, None if extra is None else extra[at : at + 128], gated,
-                  few._replace(size=fits[0]), EARLY)
-        for at in range(0, len(x), 128)
-    ])  # fmt: skip
+    expected = by_few(run_dense, x, weight, bias, extra, gated, ranges)
     for tokens, at_once in ((len(x), 1), (7, 3)):
         some = None if extra is None else extra[:tokens]
         found = run_dense.many(x[:tokens], weight, bias, some, gated, ranges, at_once, early)
         assert torch.equal(found, expected[:tokens])
+
+
+def by_few(
+    run_dense: DenseHost, x: Tensor, weight: Tensor, bias: Tensor, extra: Tensor | None, gated: bool, ranges: int
+) -> Tensor:
+    """Returns results of kernels for few rows."""
+    cut = cuda_dense.make_cut(128, len(weight) // (1 + gated), gated, weight.shape[1], ranges, alike(64))
+    fits = [size for size in DENSE_SIZES if size.groups == cut.size.groups and size.features >= cut.size.features]
+    return torch.cat([
+        run_dense(x[at : at + 128], weight, bias, None if extra is None else extra[at : at + 128], gated,
+                  cut._replace(size=fits[0]), EARLY)
+        for at in range(0, len(x), 128)
+    ])  # fmt: skip
+
+
+@on_host
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [size for size in cuda_many.SIZES if size.ranges <= 4], ids=lambda size: size.name)
+def test_each_kernel_of_many_rows(run_dense: DenseHost, size: cuda_many.Size) -> None:
+    """The bits of few rows, also where the last tile has rows of the one before."""
+    rows, columns = 2 * size.features + 32, 512 * size.ranges + 64
+    weight, x, bias = random(rows, columns, seed=1), random(300, columns, seed=2), random(rows, seed=3)
+    extra = None if size.gated or size.held else random(300, rows, seed=4)
+    expected = by_few(run_dense, x, weight, bias, extra, size.gated, size.ranges)
+    for tokens, at_once, early in ((300, 1, LATE), (300, 2, EARLY), (140, 3, LATE)):
+        its = None if extra is None else extra[:tokens]
+        found = run_dense.many(x[:tokens], weight, bias, its, size.gated, size.ranges, at_once, early, size)
+        assert torch.equal(found, expected[:tokens]), tokens
 
 
 @on_host

@@ -241,8 +241,9 @@ def _products(job: Job) -> Iterator[tuple[Any, ...]]:
         for groups in cuda_dense.GROUPS:
             yield cuda_dense.compile_ahead, groups, job.capability
     if cuda_wgmma.runs_on(job.capability) and job.options.deterministic:
-        for ranges in cuda_many.RANGES if job.dtype == torch.bfloat16 else (cuda_many.SHARES,):
-            yield cuda_many.compile_ahead, ranges, job.dtype, job.capability
+        for program in cuda_many.PROGRAMS:
+            if job.dtype == torch.bfloat16 or program[0] == cuda_many.SHARES:
+                yield cuda_many.compile_ahead, program, job.dtype, job.capability
     for width in _widths(job.options.quantization, config.quantization) | _width_of_lm_head(job, config):
         for some in gemm.programs(cuda_groups.shapes_for(width.bits, job.capability, job.dtype)):
             yield cuda_groups.compile_ahead, job.dtype, width, job.capability, some

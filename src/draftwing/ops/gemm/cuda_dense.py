@@ -34,7 +34,6 @@ _MOST_STAGES = 31  # there is room for their barriers
 # Rows of a weight, as they are shared out among these, up to which K is cut, and from which on there are two blocks a
 # multiprocessor, each with some rows at most where registers of two have to fit.
 _FEW_ROWS, _MANY_ROWS, _MOST_OF_TWO = 176, 192, {1: 256, 2: 128}
-MANY_FROM = 2 * MOST + 1  # rows of x from which the kernels of many rows multiply, see docs/dev/gpu_kernels.md
 
 
 class Size(NamedTuple):
@@ -179,8 +178,10 @@ class DenseGemm:
         assert rows > 0 and features % (_STEP // parts) == 0 and columns % PANEL == 0
         assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
         ranges = ranges_of(weight.shape[0], columns)
-        if rows >= MANY_FROM and cuda_many.takes(features, columns, ranges):
-            return cuda_many.many_gemm(self._device, x.dtype, ranges).run(x, weight, bias, residual, gated, fresh)
+        if rows >= cuda_many.FROM and cuda_many.takes(features, columns, ranges):
+            many = cuda_many.many_gemm(self._device, x.dtype, ranges)
+            if many.beats_few(x, weight, gated, residual is not None):
+                return many.run(x, weight, bias, residual, gated, fresh)
         cut = cut_of(rows, features, gated, columns, self._clusters)
         out = x.new_empty(rows, features)
         x_map = tensor_map(x.data_ptr(), (columns, rows, 1), (PANEL, cut.x_rows, 1))

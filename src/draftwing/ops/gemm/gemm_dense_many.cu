@@ -5,10 +5,14 @@
 // Blocks stay and take one tile after the other. Where few rows have K in ranges, or in the shares of gemm.cu, a block
 // sums one after the other and adds them in the same order. A tile's results leave while the next one's first products are
 // made: in turn with them, by way of shared memory and the copy engine, which also brings what is added to results.
+//
+// Weights of one range need no second set of sums while the next tile is multiplied, if nothing is added to results: they
+// wait in 16 bits (HELD), so that a block has up to 256 features.
 
 #define MANY 128     // rows of x of a block
 #define TOGETHER 16  // of which all features are done before others begin: x and weights stay in the L2 cache
 #define WAY 32       // columns of a box of results: rows of 64 bytes
+#define HELD_ROOM 3  // boxes of results of a warp group that have room where results are held
 
 #ifndef ON_HOST
 // A box to the same place in both blocks of the cluster, whose barriers at the same place expect it.
@@ -29,10 +33,13 @@ __device__ __forceinline__ void store_box(const TensorMap* map, const void* from
 
 __device__ __forceinline__ void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Boxes that this thread has stored become a group. `wait_for_reads` waits until the shared memory that all
-// groups come from may be written again.
+// Boxes that this thread has stored become a group. `wait_for_reads` waits until the shared memory that all groups but
+// the last LEFT come from may be written again.
 __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wait_for_reads() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
 
 __device__ __forceinline__ void sync_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
 #endif
@@ -64,16 +71,19 @@ struct ManyTile {
     __device__ __forceinline__ ManyTile(int M, int own, int features, int number, int rank) {
         const int blocks = (M + MANY - 1) / MANY, first = number / (TOGETHER * features) * TOGETHER;
         const int some = min(TOGETHER, blocks - first), within = number - first * features;
-        token0 = (first + within % some) * MANY, feature0 = (within / some * 2 + rank) * own;
+        // The last one's rows may be others' too, for rows that are not there take longer than those that are.
+        token0 = min((first + within % some) * MANY, max(M - MANY, 0)), feature0 = (within / some * 2 + rank) * own;
     }
 };
 
-// How a warp group's results leave: 64 rows by boxes, of which the last may overlap with the one before.
-template <int FEATURES, bool GATED>
+// How a warp group's results leave: 64 rows by boxes, of which the last may overlap with the one before. HELD: by one box
+// after the other, which take turns in the room of HELD_ROOM.
+template <int FEATURES, bool GATED, bool HELD>
 struct Results {
     static constexpr int WIDTH = GATED ? FEATURES / 2 : FEATURES, BOXES = (WIDTH + WAY - 1) / WAY, BYTES = 64 * WAY * 2;
+    static constexpr int ROOM = HELD ? HELD_ROOM : BOXES;
     const ManyTask& task;
-    char* const room;      // [BOXES][64][WAY], in the order of 64-byte swizzling
+    char* const room;      // [ROOM][64][WAY], in the order of 64-byte swizzling
     Barrier* const there;  // opens when what is added has come
     const int group, lane, warp;  // warp: of the group
     bool asked;
@@ -86,17 +96,39 @@ struct Results {
     __device__ __forceinline__ void ask(const ManyTile& tile) {
         asked = task.result.extra;
         if (!asked || !leads()) return;
-        wait_for_reads();
+        wait_for_reads<0>();
         expect_bytes(there, BOXES * BYTES);
         for (int box = 0; box < BOXES; ++box)
             copy_box(room + box * BYTES, task.extra, tile.feature0 + column_of(box), tile.token0 + group * 64, there);
     }
 
-    // sum: as `Product` leaves it, of two rows.
-    __device__ __forceinline__ void store(const ManyTile& tile, const float (&sum)[FEATURES / 2], int box) {
-        const int row = warp * 16 + lane / 4, swizzle = row / 2 % 4, column = column_of(box);
-        if (box == 0) {
-            if (leads()) wait_for_reads();
+    // A lane's results of two columns from n on, whose first sum is at this index, as `Product` leaves them.
+    __device__ __forceinline__ u32 pair(const float (&sum)[FEATURES / 2], int n, int at, u32 before) const {
+        const u16* const bias = task.result.bias && n < task.result.features ? task.result.bias + n : nullptr;
+        float out[2];
+#pragma unroll
+        for (int v = 0; v < 2; ++v) {
+            out[v] = sum[at + v];
+            if (bias) out[v] += to_float(bias[v]);
+            if (GATED) {
+                float up = sum[(GATED ? FEATURES / 4 : 0) + at + v];
+                if (bias) up += to_float(bias[task.result.features + v]);
+                out[v] = silu_times(out[v], up);
+            }
+            if (!HELD && task.result.extra) out[v] += to_float((u16)(v ? before >> 16 : before));
+        }
+        return pair_of(out[0], out[1]);
+    }
+
+    // value: gives a pair, by its first column, the index of its first sum, and what is added.
+    template <class VALUE>
+    __device__ __forceinline__ void store(const ManyTile& tile, int box, VALUE value) {
+        const int row = warp * 16 + lane / 4, swizzle = row / 2 % 4, column = column_of(box), slot = box % ROOM;
+        if (box == 0 || HELD) {
+            if (leads()) {
+                if (box == 0) wait_for_reads<0>();
+                else wait_for_reads<ROOM - 1>();
+            }
             sync_group(group);
             if (asked) {
                 wait_barrier(there, parity);
@@ -106,43 +138,31 @@ struct Results {
 #pragma unroll
         for (int j = 0; j < WAY / 8; ++j) {
             const int n = tile.feature0 + column + j * 8 + lane % 4 * 2, at = (column / 8 + j) * 4;
-            const u16* const bias = task.result.bias && n < task.result.features ? task.result.bias + n : nullptr;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                u32* const its = (u32*)(room + box * BYTES + (row + h * 8) * (WAY * 2) + ((j ^ swizzle) * 16) + lane % 4 * 4);
-                const u32 before = task.result.extra ? *its : 0u;
-                float out[2];
-#pragma unroll
-                for (int v = 0; v < 2; ++v) {
-                    out[v] = sum[at + h * 2 + v];
-                    if (bias) out[v] += to_float(bias[v]);
-                    if (GATED) {
-                        float up = sum[(GATED ? FEATURES / 4 : 0) + at + h * 2 + v];
-                        if (bias) up += to_float(bias[task.result.features + v]);
-                        out[v] = silu_times(out[v], up);
-                    }
-                    if (task.result.extra) out[v] += to_float((u16)(v ? before >> 16 : before));
-                }
-                *its = pair_of(out[0], out[1]);
+                u32* const its = (u32*)(room + slot * BYTES + (row + h * 8) * (WAY * 2) + ((j ^ swizzle) * 16) + lane % 4 * 4);
+                *its = value(n, at + h * 2, !HELD && task.result.extra ? *its : 0u);
             }
         }
-        if (box + 1 < BOXES) return;
+        if (!HELD && box + 1 < BOXES) return;
         show_writes();
         sync_group(group);
         if (!leads()) return;
-        for (int b = 0; b < BOXES; ++b)
-            store_box(task.y, room + b * BYTES, tile.feature0 + column_of(b), tile.token0 + group * 64);
+        for (int b = HELD ? box : 0; b <= box; ++b)
+            store_box(task.y, room + b % ROOM * BYTES, tile.feature0 + column_of(b), tile.token0 + group * 64);
         end_stores();
     }
 };
 
-// FEATURES: of an instruction, which are a block's of a tile, a multiple of 16. RANGES: of K.
-template <int FEATURES, int RANGES, bool GATED>
+// FEATURES: of an instruction, which are a block's of a tile, a multiple of 16. RANGES: of K. HELD: of one range, and
+// nothing is added to results.
+template <int FEATURES, int RANGES, bool GATED, bool HELD>
 __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
-    using Out = Results<FEATURES, GATED>;
+    using Out = Results<FEATURES, GATED, HELD>;
     constexpr int CONSUMERS = 256, BOXES_AT_A_TIME = RANGES == SHARES ? 3 : 1;  // a share may have few panels
     // Panels of the first range that `cuda_many.takes` asks for: a tile's results have left when they are multiplied.
-    static_assert((Out::BOXES + BOXES_AT_A_TIME - 1) / BOXES_AT_A_TIME <= (RANGES == SHARES ? 2 : 6), "a block would wait for ever");
+    static_assert((Out::BOXES + BOXES_AT_A_TIME - 1) / BOXES_AT_A_TIME <= (RANGES == SHARES ? 2 : HELD ? 8 : 6), "a block would wait for ever");
+    static_assert(!HELD || RANGES == 1, "");
     extern __shared__ float sums[];  // barriers, then rings, then results
     const int rank = rank_in_cluster(), stages = task.stages, steps = task.K / PANEL;
     Barrier* const full = (Barrier*)sums;
@@ -205,15 +225,19 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
     } else {  // a warp group has 64 of the block's rows
         take_registers<240>();
         const int lane = threadIdx.x & 31, warp = held(threadIdx.x >> 5), group = warp / 4;
-        Out out{task, results + group * Out::BOXES * Out::BYTES, there + group, group, lane, warp % 4, false, 0};
-        float d[FEATURES / 2], whole[FEATURES / 2];
+        Out out{task, results + group * Out::ROOM * Out::BYTES, there + group, group, lane, warp % 4, false, 0};
+        float d[FEATURES / 2], whole[HELD ? 1 : FEATURES / 2];
+        u32 packed[HELD ? Out::WIDTH / 4 : 1];
         int last = -1;  // the stage whose products may be under way
-        auto begin_stage = [&] {
+        auto begin_stage = [&](bool first) {
             wait_barrier(full + s, parity);
             const u64 a = rows_at(x_ring + (s * MANY + group * 64) * PANEL), b = rows_at(w_ring + s * FEATURES * PANEL);
             begin_products();
 #pragma unroll
-            for (int k = 0; k < 4; ++k) Product<FEATURES>::add(d, a + k * 2, b + k * 2);  // 32 bytes further
+            for (int k = 0; k < 4; ++k) {  // 32 bytes further
+                if (HELD && first && k == 0) Product<FEATURES>::set(d, a, b);
+                else Product<FEATURES>::add(d, a + k * 2, b + k * 2);
+            }
             end_products();
         };
         auto give_back = [&] {
@@ -225,57 +249,76 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
             last = s;
             next_stage();
         };
+        auto value = [&](int n, int at, u32 extra) -> u32 {
+            if constexpr (HELD) return packed[at / 2];
+            else return out.pair(whole, n, at, extra);
+        };
         wait_for_earlier_kernels();  // one of them may have written what is added at the end
         // Results of the tile before; of none at first, whose rows are outside. Nothing depends on which: else ptxas would
         // let each instruction end before the next begins.
         ManyTile before(task.result.M, Out::WIDTH, features, number0, rank);
         before.token0 = task.result.M;
 #pragma unroll
-        for (int k = 0; k < FEATURES / 2; ++k) whole[k] = 0.f;
+        for (int k = 0; k < (HELD ? 1 : FEATURES / 2); ++k) whole[k] = 0.f;
+#pragma unroll
+        for (int k = 0; k < (HELD ? Out::WIDTH / 4 : 1); ++k) packed[k] = 0u;
+#pragma unroll
+        for (int k = 0; k < FEATURES / 2; ++k) d[k] = 0.f;
         for (int number = number0; number < tiles; number += step) {
             const ManyTile tile(task.result.M, Out::WIDTH, features, number, rank);
             for (int range = 0; range < RANGES; ++range) {
                 const int count = Panels<RANGES>(steps, range).count;
                 int i = 0;
+                if constexpr (!HELD) {
 #pragma unroll
-                for (int k = 0; k < FEATURES / 2; ++k) d[k] = 0.f;
+                    for (int k = 0; k < FEATURES / 2; ++k) d[k] = 0.f;
+                }
                 if (range == 0) {
 #pragma unroll
                     for (int first = 0; first < Out::BOXES; first += BOXES_AT_A_TIME, ++i) {
-                        begin_stage();
+                        begin_stage(first == 0);
 #pragma unroll
                         for (int box = first; box < min(first + BOXES_AT_A_TIME, Out::BOXES); ++box)
-                            out.store(before, whole, box);
+                            out.store(before, box, value);
                         end_stage_before();
                     }
 #pragma unroll
-                    for (int k = 0; k < FEATURES / 2; ++k) whole[k] = 0.f;  // as few rows begin with
-                    out.ask(tile);
+                    for (int k = 0; k < (HELD ? 1 : FEATURES / 2); ++k) whole[k] = 0.f;  // as few rows begin with
+                    if constexpr (!HELD) out.ask(tile);
                 }
                 for (; i < count; ++i) {
-                    begin_stage();
+                    begin_stage(false);
                     end_stage_before();
                 }
                 wait_for_products<0>();
                 keep_here(d);
                 give_back();
                 last = -1;
+                if constexpr (HELD) {
 #pragma unroll
-                for (int k = 0; k < FEATURES / 2; ++k) whole[k] += d[k];
+                    for (int k = 0; k < FEATURES / 2; ++k) d[k] = 0.f + d[k];  // as few rows begin with
+#pragma unroll
+                    for (int k = 0; k < Out::WIDTH / 4; ++k)
+                        packed[k] = out.pair(d, tile.feature0 + k / 2 * 8 + lane % 4 * 2, k * 2, 0u);
+                } else {
+#pragma unroll
+                    for (int k = 0; k < FEATURES / 2; ++k) whole[k] += d[k];
+                }
             }
             before = tile;
         }
 #pragma unroll
-        for (int box = 0; box < Out::BOXES; ++box) out.store(before, whole, box);
-        if (out.leads()) wait_for_reads();  // before shared memory is another block's
+        for (int box = 0; box < Out::BOXES; ++box) out.store(before, box, value);
+        if (out.leads()) wait_for_reads<0>();  // before shared memory is another block's
     }
     sync_whole_cluster();  // no block leaves while others write to it
 }
 
-#define DENSE_MANY(NAME, FEATURES, RANGES, GATED, THREADS)                                                            \
+#define DENSE_MANY(NAME, FEATURES, RANGES, GATED, HELD, THREADS)                                                      \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                          \
         NAME(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                                \
              const __grid_constant__ TensorMap more, const __grid_constant__ TensorMap to, const u16* bias,           \
              const u16* extra, u16* y, int M, int features, int K, int stages) {                                      \
-        dense_gemm_many<FEATURES, RANGES, GATED>({&x, &w, &more, &to, {bias, extra, y, M, features, GATED}, K, stages}); \
+        dense_gemm_many<FEATURES, RANGES, GATED, HELD>(                                                               \
+            {&x, &w, &more, &to, {bias, extra, y, M, features, GATED}, K, stages});                                   \
     }
