@@ -241,7 +241,10 @@ class Engine:
             raise ConfigError(NOT_SERVED)
         check_name(name, self.options.model_names)
         card, adapter = checked_adapter(name, path, slots, self.options)
-        adapter = slots.imaged(adapter, self.parts.executor.device.host_memory)
+        device = self.parts.executor.device
+        adapter = slots.imaged(adapter, device.host_memory)
+        if adapter.image and self.options.lora_dir and device.device.type == "cuda":  # others may be loaded
+            threading.Thread(target=slots.spare.fill, args=(device.host_memory,), name="adapter", daemon=True).start()
         self._adapters.add(card, adapter, replace)
         log.info("the adapter %r is loaded: rank %d, %.1f MB", name, adapter.rank, adapter.nbytes / 1e6)
         return card

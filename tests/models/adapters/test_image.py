@@ -139,3 +139,22 @@ def test_headers_that_are_refused(tmp_path: Path, header: object) -> None:
     for bad in (data, data[:5], struct.pack("<Q", 1 << 60) + data[8:], struct.pack("<Q", 3) + b"[1]", b""):
         with pytest.raises(CheckpointError, match="cannot be read"):
             tensors_of(torch.frombuffer(bytearray(bad or b"\0"), dtype=torch.uint8), tmp_path / "x")
+
+
+def test_memory_that_is_asked_for_ahead() -> None:
+    """It is taken once, and what is missing is asked for at once; without room the next image asks again."""
+    asked: list[int] = []
+
+    def memory(size: int) -> torch.Tensor:
+        asked.append(size)
+        if len(asked) == 6:
+            raise RuntimeError("no room")
+        return torch.empty(size, dtype=torch.uint8)
+
+    spare = image.SpareMemory([3, 5])
+    spare.fill(memory, 0)
+    assert [len(part) for part in spare.take(memory)] == [3, 5] and asked == [3, 5]
+    assert [len(part) for part in spare.take(memory)] == [3, 5] and asked == [3, 5, 3, 5]
+    spare.fill(memory, 0)
+    assert asked[4:] == [3, 5]
+    assert [len(part) for part in spare.take(memory)] == [3, 5] and asked[6:] == [5]

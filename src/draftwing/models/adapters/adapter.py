@@ -17,7 +17,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.adapters.groups import kind_of, of_experts, of_heads
-from draftwing.models.adapters.image import SlotLayout, copy_exactly, write_all
+from draftwing.models.adapters.image import SlotLayout, SpareMemory, call_for_all, copy_exactly
 from draftwing.models.apart import of_state_space
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import EXPERTS, DecoderModel
@@ -265,6 +265,7 @@ class AdapterSlots:
             name: self._empty(name, count, rank, linears[name], ends, model) for name, ends in self.targets.ends.items()
         }
         self.layout, self._ranks = SlotLayout(self.weights, self.targets.groups), model.ranks
+        self.spare = SpareMemory(self.layout.sizes)
         model.take_adapters(self.weights, deterministic)
 
     def _empty(
@@ -311,7 +312,7 @@ class AdapterSlots:
         if any(type(one) is not AdapterWeights for one in self.weights.values()):
             return adapter
         try:
-            image = [memory(size) for size in self.layout.sizes]
+            image = self.spare.take(memory)
         except RuntimeError:
             return adapter
         into, by_linear = self.layout.weights_in(image), dict[str, list[str]]()
@@ -338,7 +339,7 @@ class AdapterSlots:
                     kept[name] = Factors(*mine, adapter.factors[name].scale)  # not twice in memory
                 weights.ranks[group, place], weights.scales[group, place] = len(down), scale
 
-        write_all([*into], write)
+        call_for_all([*into], write)
         return replace(adapter, factors=kept, image=image)
 
     def fill(self, slot: int, arrived: Tensor) -> None:

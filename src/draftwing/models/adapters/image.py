@@ -3,6 +3,8 @@ waits for, where hundreds of small ones would take as long as ten steps."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -14,9 +16,10 @@ from draftwing.machine import processors
 from draftwing.ops.adapters.spec import AdapterWeights
 
 PART_BYTES: Final = 4 << 20  # of memory asked for at once; a GPU's driver does nothing else meanwhile, for about 1 ms
+PAUSE: Final = 0.05  # seconds between two parts, for steps that the driver held up
 _ALIGNED: Final = 16  # bytes at which tensors begin
 _FIELDS: Final = 4  # tensors of `AdapterWeights` that have a place for each slot, its first ones
-THREADS: Final = 4  # that write an image; memory is busy with fewer than these
+THREADS: Final = 4  # that write an image, or look at factors; memory is busy with fewer than these
 
 
 class SlotLayout:
@@ -65,7 +68,38 @@ class SlotLayout:
             torch._foreach_copy_([targets[i] for i in same], [sources[i] for i in same])
 
 
-def write_all(names: Sequence[str], write: Callable[[str], None]) -> None:
+class SpareMemory:
+    """Memory of the host for the next image. To get page-locked memory takes most of the time that an image does, so it
+    is asked for ahead."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes, self._parts = sizes, list[Tensor]()
+        self._lock, self._filling = threading.Lock(), threading.Lock()
+
+    def take(self, memory: Callable[[int], Tensor]) -> list[Tensor]:
+        """Returns memory for an image, of which what is missing is asked for now. Raises RuntimeError without room."""
+        with self._lock:
+            parts, self._parts = self._parts, []
+        return parts + [memory(size) for size in self._sizes[len(parts) :]]
+
+    def fill(self, memory: Callable[[int], Tensor], pause: float = PAUSE) -> None:
+        """Asks for what an image needs, a part at a time, as long as there is room. From any thread."""
+        if not self._filling.acquire(blocking=False):
+            return  # another thread does
+        try:
+            while (at := len(self._parts)) < len(self._sizes):
+                part = memory(self._sizes[at])
+                with self._lock:
+                    if len(self._parts) == at:  # else they were taken meanwhile
+                        self._parts.append(part)
+                time.sleep(pause)
+        except RuntimeError:
+            pass  # there is no room: the next image asks again
+        finally:
+            self._filling.release()
+
+
+def call_for_all(names: Sequence[str], write: Callable[[str], None]) -> None:
     """Calls `write` for each of the names, several at once where there are processors for it."""
     threads = min(THREADS, processors().threads, len(names))
     if threads < 2:

@@ -14,6 +14,7 @@ from draftwing.errors import CheckpointError
 from draftwing.models.adapters import groups
 from draftwing.models.adapters.adapter import MAX_RANK, Adapter, Factors, checked_factors
 from draftwing.models.adapters.files import CONFIG, WEIGHTS, folder_digest, read_config, read_whole, tensors_of
+from draftwing.models.adapters.image import call_for_all
 from draftwing.models.weight_map import canonical
 from draftwing.requests.refusals import show
 
@@ -89,6 +90,9 @@ def _factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], path: Pat
         raise CheckpointError(f"{path}: expected tensors lora_A and lora_B, found none")
     scale = _Scales(config, path)
     found: dict[str, Factors] = {}
+    joined = bool(config.get("target_parameters"))
+    alone = [one for one, pair in pairs.items() if len(pair) == 2 and not (joined and _OF_ALL.fullmatch(one))]
+    call_for_all(alone, lambda one: checked_factors(pairs[one]["A"], pairs[one]["B"], f"{path}: {show(one)}"))
     for module, pair in pairs.items():
         if len(pair) < 2:
             raise CheckpointError(f"{path}: {show(module)} has lora_{next(iter(pair))} alone; expected A and B")
@@ -96,13 +100,12 @@ def _factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], path: Pat
         if name in found:
             raise CheckpointError(f"{path}: {show(module)}: expected one pair for each matrix, found two")
         where = f"{path}: {show(module)}"
-        if (of_all := _OF_ALL.fullmatch(module)) and config.get("target_parameters"):
+        if joined and (of_all := _OF_ALL.fullmatch(module)):
             rank, times = scale.of_parameters(of_all[1], config["target_parameters"], where)
             for own, (down, up) in groups.apart(pair["A"], pair["B"], rank, name):
                 checked_factors(down, up, where)
                 found[own] = Factors(down, up, times)
             continue
-        checked_factors(pair["A"], pair["B"], where)
         found[name] = Factors(pair["A"], pair["B"], scale.of(module, len(pair["A"]), where))
     return found
 
