@@ -175,7 +175,7 @@ def test_adapters_that_come_and_go_under_load(tmp_path: Path, drafter: str, rank
                 found[int(output.uid)] += output.token_ids
                 left -= output.finish_reason is not None
         stats = engine.stats()
-        assert engine.reporter.accept_length > 1.2 and stats["adapter_loads"] > 8, stats
+        assert engine.reporter.accept_length > 1.2 and stats["adapter_loads"] > 6, stats
         assert stats["adapters"] == len(named) and stats["adapters_on_device"] == 2
     assert found == [alone[which][i] for which, i in asked]
     assert len({tuple(text) for text in found}) > 16
