@@ -19,10 +19,11 @@ from draftwing.ops.gemm.cuda import read_files, small_m_gemm
 from draftwing.ops.gemm.cuda_fp8 import MANY_FROM, MANY_SIZES, ManySize, Size, cut_of, ranges_of
 from draftwing.ops.gemm.stored import QuantizedRows
 
-DENSE_ROWS = (1, 2, 7, 8, 16, 17, 33, 63, 64, 65, 90, 128, 129, 192, 193)
+DENSE_ROWS = (1, 2, 7, 8, 16, 17, 33, 63, 64, 65, 90, 128, 129, 192, 193, 256, 330, 385)
 DENSE_MANY = 700  # rows of x
 DENSE_SHAPES = [  # rows and columns of a weight: one, two and four ranges of K; whole blocks of a grid, and others
     (17440, 384), (8736, 1088), (4128, 1408), (96, 1024), (16, 64), (64, 8448), (5120, 576), (16384, 256),
+    (14336, 576), (34816, 1024),
 ]  # fmt: skip
 DENSE_SERVED = [
     (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (34816, 5120), (5120, 17408), (2048, 2048), (16384, 2048),
@@ -129,6 +130,26 @@ def test_dense_products(rows: int, columns: int) -> None:
     weight, x = on_device(rows, columns, seed=2), on_device(DENSE_MANY, columns, seed=3)
     plain = x.double() @ weight.double().T
     check_products(cuda_dense.dense_gemm(device()), weight, x, plain, True, DENSE_ROWS, 1e-4)
+
+
+@on_hopper
+@pytest.mark.parametrize("rows, columns", [(14336, 1088), (8736, 1088), (4128, 1600)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_each_dense_kernel_of_many_rows(rows: int, columns: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of few rows, whatever size is chosen."""
+    gemm, ranges = cuda_dense.dense_gemm(device()), cuda_dense.ranges_of(rows, columns)
+    weight, x = on_device(rows, columns, seed=2), on_device(DENSE_MANY, columns, seed=3)
+    bias = on_device(rows, seed=4)
+
+    def product(x: Tensor) -> Tensor:
+        return gemm.gated(x, weight, bias) if gated else gemm.linear(x, weight, bias)
+
+    few = torch.cat([product(part) for part in x.split(128)])
+    for size in cuda_many.SIZES:
+        if (size.ranges, size.gated) == (ranges, gated):
+            monkeypatch.setattr(cuda_many, "cut_of", lambda *given, size=size: size)
+            for tokens in (385, 512, DENSE_MANY):
+                assert torch.equal(product(x[:tokens]), few[:tokens]), (size, tokens)
 
 
 @on_hopper
