@@ -7,7 +7,8 @@ import torch
 from layer_numbers import close, made
 from torch import Tensor
 
-from draftwing.ops.adapters.spec import AdapterWeights
+from draftwing.layers.adapters import AdaptedWeight
+from draftwing.ops.adapters.spec import AdapterWeights, QueryAdapters
 from draftwing.ops.table import TorchOps
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -100,6 +101,23 @@ def test_trees_of_many_adapters(requests: int, each: int, triton_ops: TorchOps) 
         alone = y[1:-1][some].clone()
         ops.adapt(alone, x[some], weights, rows[some].clone())
         assert torch.equal(alone, found[1:-1][some])
+
+
+def test_what_is_begun_before_a_product(triton_ops: TorchOps) -> None:
+    """A layer's two parts around its product give what one operation gives, also of fewer queries."""
+    ops = triton_ops
+    weights, slots = weights_of(ops, torch.bfloat16, 64, (48, 48)), torch.arange(20, device=ops.device) % 4
+    x, y = made(ops, torch.bfloat16, 20, 64), made(ops, torch.bfloat16, 20, 96, seed=1)
+    queries, some = QueryAdapters(), torch.tensor([3, 5, 7], device=ops.device)
+    layer, found, few, want = AdaptedWeight(queries, weights, ops, None, True), y.clone(), y[some], y.clone()
+    with queries.of(slots, ops.adapter_plan(slots)):
+        begun = layer.begin(x)
+        assert begun is not None
+        layer.add(found, x, begun)
+        queries.narrow(some)
+        layer.add(few, x[some], layer.begin(x[some]))
+    ops.adapt(want, x, weights, slots)
+    assert torch.equal(found, want) and torch.equal(few, want[some]) and not torch.equal(found, y)
 
 
 def test_plans_have_each_row_once(triton_ops: TorchOps) -> None:
