@@ -142,7 +142,7 @@ def flags() -> set[str]:
             main([command, option])
         found |= set(re.findall(r"--[a-z][a-z0-9-]*", text.getvalue()))
     scripts = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
-    return found | {flag for file in scripts for flag in re.findall(r'"(--[a-z-]+)"', text_of(file))}
+    return found | {flag for file in scripts for flag in re.findall(r'"(--[a-z][a-z0-9-]*)"', text_of(file))}
 
 
 def test_flags(flags: set[str]) -> None:
