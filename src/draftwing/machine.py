@@ -212,6 +212,14 @@ def import_environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
+def yield_processors(nice: int) -> None:
+    """Lowers the priority of this process by so much, and that of its session, where the system shares processors out
+    among sessions first."""
+    level = os.nice(nice)
+    with suppress(OSError):  # there are none, or not of our own
+        Path("/proc/self/autogroup").write_text(str(level))
+
+
 def end_with_parent(parent: int) -> None:
     """Has the system kill this process when the thread ends that has started it. Ends it at once where its parent is
     not `parent` any more, a process id."""

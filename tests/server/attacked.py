@@ -4,6 +4,7 @@ fork of one that has imported all that servers are made of, which takes longer t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import resource
@@ -48,7 +49,8 @@ def attacked(**settings: Any) -> Iterator[Attacked]:
     """Starts one; afterwards it is still there, or has ended because it was asked to.
 
     settings: "options" of Options, "memory": bytes of address space beyond those of the start, "template" in place of
-    the tokenizer's, "pause" of the engine, "limits" of LimitedConnection.
+    the tokenizer's, "pause" of the engine, "limits" of LimitedConnection, "pictures": whether the model reads
+    pictures, 127.0.0.1 being an address of the open network.
     """
     ours, theirs = FORKS.Pipe()
     process = FORKS.Process(target=main, args=(settings, theirs))
@@ -63,6 +65,25 @@ def attacked(**settings: Any) -> Iterator[Attacked]:
         process.kill()
         process.join()
         ours.close()
+
+
+# A token of the stand-in's vocabulary, which no other text of tests holds, stands for a picture.
+PLACE = "\x01"
+PICTURES = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ '\x01' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def read_pictures(engine: Any) -> None:
+    """Has a stand-in say that it reads pictures, and fetch them from 127.0.0.1, too."""
+    from draftwing.images import fetch
+    from draftwing.images.processing import PatchProcessor
+
+    (token,) = engine.tokenizer.encode(PLACE)
+    engine.info = dataclasses.replace(engine.info, images=PatchProcessor(token, PLACE, PLACE, most=1 << 18))
+    is_open = fetch.is_open
+    fetch.is_open = lambda text: text == "127.0.0.1" or is_open(text)
 
 
 def main(settings: dict[str, Any], conn: Connection) -> None:
@@ -80,6 +101,9 @@ def main(settings: dict[str, Any], conn: Connection) -> None:
     )
     engine = FakeEngine(Options(**options), pause=settings.get("pause", 0.0005))
     tokenizer = engine.tokenizer
+    if settings.get("pictures"):
+        settings = {"template": PICTURES, **settings}
+        read_pictures(engine)
     if "template" in settings:
         tokenizer = Tokenizer(tokenizer.backend, tokenizer.special_tokens, settings["template"])
     with socket.socket() as sock:

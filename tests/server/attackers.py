@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from draftwing.machine import yield_processors
+
 HOST = "127.0.0.1"
 BLOCK = 65_536  # bytes that are sent at once, about
 
@@ -77,7 +79,7 @@ class Sender:
     def __init__(self, attack: Attack, port: int) -> None:
         self._attack, self._port = attack, port
         self.sock: socket.socket | None = None
-        self._left = b""
+        self._left = memoryview(b"")
         self._first = False
         self.sent = 0
 
@@ -85,7 +87,7 @@ class Sender:
         self.sock = socket.socket()
         self.sock.setblocking(False)
         self.sock.connect_ex((HOST, self._port))
-        self._left, self._first = self._attack.first or self._attack.block, bool(self._attack.first)
+        self._left, self._first = memoryview(self._attack.first or self._attack.block), bool(self._attack.first)
 
     def go_on(self, readable: bool, writable: bool) -> bool:
         """Whether the connection is there still."""
@@ -95,7 +97,7 @@ class Sender:
                 if not self.sock.recv(BLOCK):
                     return False
                 if self._attack.asks and not self._left:
-                    self._left = self._attack.block
+                    self._left = memoryview(self._attack.block)
             if writable and self._left:
                 count = self.sock.send(self._left)
                 self.sent += count
@@ -104,7 +106,7 @@ class Sender:
                 if self._attack.leaves:
                     return False
                 if not self._attack.asks or self._first:
-                    self._left = self._attack.block
+                    self._left = memoryview(self._attack.block)
                 self._first = False
         except BlockingIOError:
             pass
@@ -119,8 +121,12 @@ class Sender:
 
 
 def attack(name: str, port: int, seconds: float, connections: int) -> None:
-    chosen = OPEN.get(name) or ATTACKS[name]
+    from picture_attacks import picture_attack  # late: it is made of this module's parts
+
+    chosen = OPEN.get(name) or ATTACKS.get(name) or picture_attack(name)
     senders = [Sender(chosen, port) for _ in range(connections)]
+    yield_processors(19)
+    print(flush=True)
     end = time.monotonic() + seconds
     with selectors.DefaultSelector() as waiting:
         for sender in senders:
@@ -148,10 +154,15 @@ def attacking(name: str, port: int, seconds: float, connections: int = 64) -> It
     """An attack by a process of low priority, so that what it takes of the processors is not taken for the server's."""
     paths = os.pathsep.join([str(Path(__file__).parent), *(path or os.getcwd() for path in sys.path)])
     process = subprocess.Popen(
-        ["nice", "-n", "19", sys.executable, "-m", "attackers", name, str(port), str(seconds), str(connections)],
+        [sys.executable, "-m", "attackers", name, str(port), str(seconds), str(connections)],
         env=os.environ | {"PYTHONPATH": paths},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
     )
+    assert process.stdout is not None
     try:
+        with process.stdout as said:
+            said.readline()  # it begins: what it sends is made
         yield
     finally:
         process.kill()

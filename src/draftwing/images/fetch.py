@@ -43,7 +43,7 @@ class Fetcher:
         for _ in range(MAX_REDIRECTS + 1):
             try:
                 data, moved = self._asked(urlsplit(url), where, until)
-            except (OSError, http.client.HTTPException, ValueError) as error:
+            except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:
                 late = time.monotonic() >= until
                 why = f"it takes longer than {self._seconds:g} s" if late else str(error) or type(error).__name__
                 raise _refusal(where, url, why) from None
@@ -109,7 +109,11 @@ class Fetcher:
 
         if not self._lookups.acquire(timeout=max(until - time.monotonic(), 0)):
             raise TimeoutError
-        threading.Thread(target=ask, name="draftwing-names", daemon=True).start()
+        try:
+            threading.Thread(target=ask, name="draftwing-names", daemon=True).start()
+        except RuntimeError:  # the system has no thread for it
+            self._lookups.release()
+            raise
         return answer.result(max(until - time.monotonic(), 0))
 
 

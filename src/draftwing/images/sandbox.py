@@ -11,7 +11,11 @@ from multiprocessing.connection import Connection
 from draftwing.errors import RequestError
 from draftwing.images.decode import pieces_of
 from draftwing.images.processing import MEMORY, SECONDS
+from draftwing.machine import yield_processors
 from draftwing.text.sandbox import DONE, LIMIT, REFUSED, serve
+
+# Of its priority: beside a thread of the engine it has a tenth of a processor, and any that is idle.
+NICE = 10
 
 
 def answer(data: bytes) -> tuple[bytes, list[bytes]]:
@@ -30,4 +34,5 @@ def answer(data: bytes) -> tuple[bytes, list[bytes]]:
 
 
 if __name__ == "__main__":
+    yield_processors(NICE)
     serve(Connection(int(sys.argv[1])), answer, SECONDS, MEMORY)

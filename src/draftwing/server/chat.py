@@ -309,7 +309,7 @@ class Chats(Prompts):
         if self.hidden(style):
             params = params.replace(skip_special_tokens=False)
         (ids,) = await service.tokenize([prompt.text], body.source, add_special_tokens=False)
-        ids, images = self.placed(ids, prompt)
+        ids, images = await self._placed(ids, prompt)
         ignored = (*chat.ignored, *without_effect)
         asks = chat.effort in _REASONS or (chat.reasons and not service.reasoning.known)
         if asks and not self.knows_effort:
@@ -331,7 +331,7 @@ class Chats(Prompts):
         of the body, that holds the messages.  size: as of `ask`."""
         prompt, ignored = await self._prompt(read, size)
         (ids,) = await self._service.tokenize([prompt.text], field, add_special_tokens=False)
-        return self.placed(ids, prompt)[0], ignored
+        return (await self._placed(ids, prompt))[0], ignored
 
     async def text(self, read: Callable[[], Chat], size: int) -> tuple[str, tuple[str, ...]]:
         """Returns the prompt's text, and `Chat.ignored`, as `ids`."""
@@ -343,8 +343,16 @@ class Chats(Prompts):
         return await self._filled(chat, CALLED, size), chat.ignored
 
     async def _filled(self, chat: Chat, names: Mapping[str, str], size: int) -> Prompt:
-        pictures = await self._service.fetched(chat.pictures) if chat.pictures else []
-        return await self._service.pools.run(size, lambda gone: self.filled(chat, names, pictures))
+        if chat.pictures:
+            pictures = await self._service.fetched(chat.pictures)
+            return await self._service.pools.see(lambda: self.filled(chat, names, pictures))
+        return await self._service.pools.run(size, lambda gone: self.filled(chat, names, []))
+
+    async def _placed(self, ids: list[int], prompt: Prompt) -> tuple[list[int], tuple[RequestImage, ...]]:
+        """Does as `placed`; in a thread where there are pictures, whose pixels it reads."""
+        if not prompt.pictures:
+            return ids, ()
+        return await self._service.pools.run(0, lambda gone: self.placed(ids, prompt))
 
     async def _check_schemas(self, chat: Chat, params: SamplingParams) -> None:
         """Raises RequestError for the first function that a call of it is held to, and cannot be."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import cache
 from types import UnionType
@@ -156,6 +156,7 @@ RECEIPT_HEADER = "x-draftwing-receipt"  # true or false, as the field `receipt`,
 
 
 SMALL = 65_536  # bytes of a body that is read at once; one of 4 MB may take 0.2 s
+LARGE = 1 << 20  # bytes of one that is checked in a thread: those of pictures have 32 MiB
 
 
 _MAX_ERRORS = 1000  # each takes time and memory
@@ -279,8 +280,18 @@ async def read_body(request: Request, model: type[M], place: ExitStack | None = 
     body = await request.body()
     if place is not None:  # not before: who sends slowly takes no place from others
         place.enter_context(service.engine.quota.reserve(client_name(), 1))
-    inline = len(body) <= SMALL
-    found = _read(body, model, service) if inline else await service.pools.read(lambda: _read(body, model, service))
+
+    def check(gone: Callable[[], bool] | None = None) -> None:
+        check_parts(body, MAX_PARTS, 2 * service.countable)
+
+    def read() -> M:
+        if len(body) <= LARGE:
+            check()
+        return _read(body, model)
+
+    if len(body) > LARGE:
+        await service.pools.run(len(body), check)
+    found = read() if len(body) <= SMALL else await service.pools.read(read)
     service.check_model(getattr(found, "model", None))
     return found
 
@@ -292,8 +303,7 @@ def _may_leave_out_its_type(request: Request) -> bool:
     return dialect(request.url.path) == "ollama" and not from_page
 
 
-def _read(body: bytes, model: type[M], service: Service) -> M:
-    check_parts(body, MAX_PARTS, 2 * service.countable)
+def _read(body: bytes, model: type[M]) -> M:
     try:
         found = model.model_validate_json(body)
         _ = found.ignored if isinstance(found, GenerationBody) else ()

@@ -281,14 +281,17 @@ async def _with_images(
     processor = service.engine.info.images
     pictures = [await service.fetched(some) for some in body.pictures(count, batched)]
     texts = [body.text] if isinstance(body.text, str) else body.text or []
-    size = sum(len(one.data) for some in pictures for one in some)
 
-    def fill(gone: Callable[[], bool]) -> list[Prompt]:
+    def fill() -> list[Prompt]:
         return [filled(text, some, processor) for text, some in zip(texts, pictures, strict=True)]
 
-    prompts = await service.pools.run(size, fill)
+    prompts = await service.pools.see(fill)
     ids = await service.tokenize([prompt.text for prompt in prompts], "text")
-    made = [placed(one, prompt, processor) for one, prompt in zip(ids, prompts, strict=True)]
+
+    def place(gone: Callable[[], bool]) -> list[tuple[list[int], tuple[RequestImage, ...]]]:
+        return [placed(one, prompt, processor) for one, prompt in zip(ids, prompts, strict=True)]
+
+    made = await service.pools.run(0, place)
     return [one for one, _ in made], [images for _, images in made]
 
 

@@ -421,6 +421,7 @@ def split_prompts(field: str, value: str | list[Any]) -> tuple[list[str] | list[
 
 MAX_PARTS = 131_072  # lists, objects and fields of a body
 MAX_IN_CALL = 16_384  # of the arguments of a call, which stand in a text of the body
+_AT_ONCE = 1 << 20  # bytes in which is counted: a fifth of a millisecond
 _QUOTED = re.compile(rb'"[^"]*"?')
 
 
@@ -429,7 +430,7 @@ def check_parts(text: bytes, max_parts: int, longest: int, field: str | None = N
 
     max_parts: lists, objects and fields.  longest: entries of a list.  field: that it is in; None: it is the body.
     """
-    if _parts(text) <= max_parts and text.count(b",") <= longest:
+    if _parts(text) <= max_parts and _count(text, b",") <= longest:
         return
     called, field = field or "the body", field or "body"
     # Where it is no JSON, it is another text that is left out; there the parser stops.
@@ -448,4 +449,9 @@ def check_parts(text: bytes, max_parts: int, longest: int, field: str | None = N
 
 
 def _parts(text: bytes) -> int:
-    return sum(map(text.count, (b"[", b"{", b":")))
+    return sum(_count(text, char) for char in (b"[", b"{", b":"))
+
+
+def _count(text: bytes, char: bytes) -> int:
+    """Counts in pieces, between which other threads run."""
+    return sum(text.count(char, at, at + _AT_ONCE) for at in range(0, len(text), _AT_ONCE))

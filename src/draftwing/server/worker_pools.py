@@ -91,8 +91,8 @@ class _Pool:
 
 
 class WorkerPools:
-    """Two pools of threads, one that fetches pictures, a thread that makes JSON, and the event loop's time for large
-    bodies. In each of them clients take turns, told apart by the keys of their HTTP requests.
+    """Two pools of threads, two for pictures, to fetch and to decode them, a thread that makes JSON, and the event
+    loop's time for large bodies. In each of them clients take turns, told apart by the keys of their HTTP requests.
 
     Long work has few threads, so that it leaves processors to the engine. They have the priority of all: work in Python
     holds the interpreter's lock, and who holds that and has to wait for a processor stops the event loop.
@@ -104,6 +104,7 @@ class WorkerPools:
         self._short = _Pool(min(max(share, 2), 8), "short")
         self._long = _Pool(min(max(share, 1), 4), "long")
         self._json = _Pool(1, "json")
+        self._pictures = _Pool(min(max(share, 1), 4), "pictures")
         self._fetching = _Pool(4, "fetch")
 
     async def read(self, work: Callable[[], T]) -> T:
@@ -129,6 +130,11 @@ class WorkerPools:
         finally:
             gone.set()
 
+    async def see(self, work: Callable[[], T]) -> T:
+        """Returns the result of `work`, which waits until pictures are decoded, however small their files are: a few
+        at once, and no text waits behind them."""
+        return await self._pictures.run(work)
+
     async def fetch(self, work: Callable[[], T]) -> T:
         """Returns the result of `work`, which waits for other servers: in threads of their own, so that nobody who asks
         for no picture waits with it."""
@@ -143,5 +149,5 @@ class WorkerPools:
 
     def close(self) -> None:
         """Begins no more work."""
-        for pool in (self._short, self._long, self._json, self._fetching):
+        for pool in (self._short, self._long, self._json, self._pictures, self._fetching):
             pool.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -104,10 +105,11 @@ async def ask(asked: Asked, path: str = "/a", key: str = "a", size: int = 0) -> 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that are added without an error: up to eight at once, then each a 64th of a second after the other, and at
-    most half a second."""
+    most half a second; those that are held longer end together."""
     monkeypatch.setattr(limits, "A_SECOND", 64)
     monkeypatch.setattr(limits, "NO_DEFERRAL", 8)
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(limits, "GOLDEN", 0.0)
 
 
 def test_a_client_is_refused_so_often_in_a_second() -> None:
@@ -170,6 +172,33 @@ async def test_connections_that_end_are_held_for_a_while_up_to_a_number(monkeypa
         go.set()
     assert len(sent) == 10 and refusals._held == 0
     assert all((b"connection", b"close") in message["headers"] for message in sent)
+
+
+async def test_connections_that_are_held_end_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever they belong to would ask again on all of them together."""
+    monkeypatch.setattr(limits, "GOLDEN", 0.618)
+    asked = throttled(400)
+    for _ in range(8 + 33 + 64):
+        await ask(asked)
+    held = sorted(asked[1][32:])
+    assert len(held) == 64 and held[0] >= 0.5 and held[-1] <= 1.0
+    assert max(after - before for before, after in itertools.pairwise(held)) < 3 * 0.5 / 64
+
+
+async def test_large_bodies_of_a_client_come_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all its connections together, and not those of another."""
+    monkeypatch.setattr(limits, "LARGE_A_SECOND", LARGE)
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(limits.asyncio, "sleep", sleep)
+    limit = BodyLimit(app, 4 * LARGE)
+    for name, size in (("a", LARGE), ("a", 4 * LARGE), ("a", 4 * LARGE), ("b", 4 * LARGE)):
+        client.set(ApiKey(name, name))
+        await read(limit, b" " * size)
+    assert slept == [pytest.approx(seconds, abs=1) for seconds in (4, 8, 4)]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,9 @@ MAX_UNREAD = 2**18  # bytes of a body that are taken, and dropped, when its requ
 CHUNK_COST = 1024  # of these, for each chunk
 SMALL = 2**16  # bytes of a body that is taken however much is held: who fills the rest keeps nobody from asking
 LARGE = 2**20  # bytes of a body or a response that leaves a multiple of it behind
+# Bytes of a client's large bodies, of all its connections together. Taking a gigabyte takes about a second of the event
+# loop, and a client may send on many at once.
+LARGE_A_SECOND = 2**27
 # Least time between two times at which memory is given back for that: it takes milliseconds of all threads, and a
 # client may send many. What is left then goes back within a minute, see `keep_tidy`.
 GIVE_BACK_SECONDS = 1.0
@@ -40,6 +43,7 @@ class BodyLimit:
         self._app, self._max_size, self._streamed = app, max_size, streamed or {}
         self.held = 0  # bytes of the bodies of all requests that are being answered
         self._gave_back = -math.inf  # when, monotonic seconds
+        self._due: dict[str, float] = {}  # when a client's next part of a large body may come, the same
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,6 +61,12 @@ class BodyLimit:
             if max(body.size, body.sent) >= LARGE and now - self._gave_back >= GIVE_BACK_SECONDS:
                 self._gave_back = now
                 await asyncio.to_thread(give_back)
+
+    async def pace(self, size: int) -> None:
+        """Waits as long as a part of a large body is to take of its client's `LARGE_A_SECOND`."""
+        client, now = client_name(), time.monotonic()
+        self._due[client] = due = max(self._due.get(client, now), now) + size / LARGE_A_SECOND
+        await asyncio.sleep(due - now)
 
 
 def count_as_body(scope: Scope, size: int) -> None:
@@ -87,6 +97,8 @@ class _Body:
         if message["type"] == "http.request":
             self._ended = not message.get("more_body", False)
             self.count(len(message.get("body", b"")), self._max_size)
+            if self._held and self.size > LARGE:
+                await self._limit.pace(len(message.get("body", b"")))
         return message
 
     def count(self, size: int, max_size: int | None = None) -> None:
@@ -130,6 +142,7 @@ class _Body:
 A_SECOND = 50  # refusals of a client
 NO_DEFERRAL = 100  # of them that do not wait, after a time without any
 MAX_SECONDS = 1.0  # that one waits
+GOLDEN = 0.618  # of a second time: so much later is the next one held, modulo 1, which never come together
 MAX_HELD = 128  # refusals beyond these, of all clients, that are held for so long before they end their connections
 FREE_A_SECOND, FREE_AT_ONCE, FREE_SECONDS = 500, 50, 0.2  # the same of what needs no key, of all clients together
 
@@ -178,6 +191,7 @@ class ResponseThrottle:
         self._refusals = Throttle(A_SECOND, NO_DEFERRAL, MAX_SECONDS, clock)
         self._others = Throttle(FREE_A_SECOND, FREE_AT_ONCE, FREE_SECONDS, clock)
         self._held = 0
+        self._spread = 0.0  # of what is held longer, from 0 to 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         received = 0  # bytes of the body
@@ -218,7 +232,8 @@ class ResponseThrottle:
         if not large and self._held < MAX_HELD:
             self._held += 1
             try:
-                await self._sleep(max_seconds)
+                self._spread = (self._spread + GOLDEN) % 1
+                await self._sleep(max_seconds * (1 + self._spread))
             finally:
                 self._held -= 1
         return True

@@ -1,0 +1,36 @@
+"""Base64 that is decoded in pieces is what Python's own decoder makes of the whole."""
+
+from __future__ import annotations
+
+import base64
+import random
+
+import pytest
+
+from draftwing.errors import RequestError
+from draftwing.images import reader
+from draftwing.images.reader import of_base64
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_PIECE", 7)
+
+
+def test_pieces_are_the_whole() -> None:
+    draw = random.Random(3)
+    for size in range(64):
+        data = draw.randbytes(size)
+        text = base64.b64encode(data).decode()
+        assert of_base64(text, "here") == data
+        spaced = "".join(char + draw.choice(("", "", " ", "\n", "\t\r\n")) for char in text)
+        assert of_base64(spaced, "here") == data
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["QQ", "QQ=", "QUI", "QUJD" * 4 + "Q", "QQ==QUJD", "QUJDQQ==QUJD", "QU?D", "QUJDé", "===="],
+)
+def test_what_is_none_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="here: expected base64"):
+        of_base64(text, "here")
