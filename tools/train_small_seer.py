@@ -2,10 +2,12 @@
 
     python tools/train_small_seer.py OUT [--tower-steps 500] [--steps 500]
     draftwing chat OUT --image OUT/examples/0.png
+    python tools/train_small_seer.py OUT --measure [--head HEAD]
 
 Asked "What is in the picture?" it says "A red circle on white.", also of the second of two, in a later turn, and says
 so where there is none. The tower learns first, from labels, and stays as it is while the decoder learns to answer. The
 end shows how often the engine's answers are right: with their pictures, with others, without any, and with drafts.
+`OUT/texts.jsonl` has conversations without their pictures, for `draftwing train --conversations`, which makes HEAD.
 Needs transformers.
 """
 
@@ -344,12 +346,26 @@ def save(net: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFas
     scenes = [scene_of(draw) for _ in range(8)]
     for i, scene in enumerate(scenes):
         picture_of(scene, draw).save(out / "examples" / f"{i}.png")
+    write_texts(out / "texts.jsonl")
     names = {f"{i}.png": scene.answer("What is in the picture?") for i, scene in enumerate(scenes)}
     (out / "examples" / "answers.json").write_text(json.dumps(names, indent=1))
 
 
-def check(out: Path, device: str, count: int) -> None:
-    """Prints how often the engine is right about pictures that training has not seen."""
+def write_texts(file: Path, count: int = 4000) -> None:
+    """Writes conversations without their pictures, as `draftwing train` reads them."""
+    draw = random.Random("text alone")
+    with file.open("w") as lines:
+        for _ in range(count):
+            messages = talk(*asked(draw), draw).messages
+            for one in messages:
+                if not isinstance(one["content"], str):
+                    one["content"] = one["content"][1]["text"]
+            lines.write(json.dumps({"messages": messages}) + "\n")
+
+
+def check(out: Path, device: str, count: int, head: Path | None = None) -> None:
+    """Prints how often the engine is right about pictures that training has not seen, each with a memory of its own.
+    head: an EAGLE-3 head, which drafts chains of three."""
     from draftwing import LLM
 
     draw, params = random.Random("held out"), {"temperature": 0.0, "max_new_tokens": 24}
@@ -361,20 +377,26 @@ def check(out: Path, device: str, count: int) -> None:
         "no picture": [talk(one[:1], [None], draw) for one, _ in told],
     }
     wanted, texts = [one.messages[-1]["content"] for one in right], dict[str, list[str]]()
-    for algorithm in ("none", "NGRAM", "SUFFIX"):
-        with LLM(str(out), device=device, speculative_algorithm=algorithm, max_total_tokens=16384) as llm:
-            for name, talks in shown.items():
+    drafters: dict[str, dict[str, Any]] = {"none": {}, "NGRAM": {}, "SUFFIX": {}}
+    if head is not None:
+        drafters["EAGLE3"] = {"speculative_draft_model_path": str(head), "speculative_num_steps": 3,
+                              "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}  # fmt: skip
+    for algorithm, more in drafters.items():
+        more |= {"speculative_algorithm": algorithm, "speculative_fixed_shape": algorithm != "none"}
+        for name, talks in shown.items():
+            with LLM(str(out), device=device, max_total_tokens=16384, **more) as llm:
                 found = llm.chat([one.messages[:-1] for one in talks], params)
-                said = [one.text for one in found]
-                same = sum(a == b for a, b in zip(said, texts.setdefault(name, said), strict=True))
-                own = sum(text == one.messages[-1]["content"] for text, one in zip(said, talks, strict=True))
-                first = sum(a == b for a, b in zip(said, wanted, strict=True))
-                steps = sum(one.meta_info["spec_accept_length"] for one in found) / count
-                print(
-                    f"{algorithm}, {name}: {own} of {count} answers are right, {first} are about their pictures; "
-                    f"{same} are those without drafts, {steps:.2f} tokens a step",
-                    flush=True,
-                )
+            said = [one.text for one in found]
+            same = sum(a == b for a, b in zip(said, texts.setdefault(name, said), strict=True))
+            own = sum(text == one.messages[-1]["content"] for text, one in zip(said, talks, strict=True))
+            first = sum(a == b for a, b in zip(said, wanted, strict=True))
+            tokens = sum(one.meta_info["completion_tokens"] for one in found)
+            steps = sum(one.meta_info["spec_verify_ct"] for one in found)
+            print(
+                f"{algorithm}, {name}: {own} of {count} answers are right, {first} are about their pictures; "
+                f"{same} are those without drafts, {tokens / steps:.2f} tokens a step",
+                flush=True,
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -389,8 +411,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", type=int, default=200, help="conversations at the end")
+    parser.add_argument("--measure", action="store_true", help="train nothing: only what the end shows")
+    parser.add_argument("--head", type=Path, help="EAGLE-3 head that is measured, too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
+    if args.measure:
+        check(args.out, args.device, args.check, args.head)
+        return
     torch.manual_seed(args.seed)
     tokenizer = tokenizer_of()
     reader, net = Reader(tokenizer), model_of(tokenizer, args.hidden).to(args.device)
@@ -399,7 +426,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     train_tower(net, reader, args)
     train(net, reader, args)
     save(net, tokenizer, reader, args.out)
-    check(args.out, args.device, args.check)
+    check(args.out, args.device, args.check, args.head)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from draftwing.machine import give_back
 from draftwing.server.edge.keys import FREE_PATHS, client_name
 
 ALL_BODIES = 64  # largest bodies that may be held at once; they are held until their responses end
-LINGER_SECONDS = 1.0  # for a client that is refused while it sends to read why
+GOLDEN = 0.618  # of a span of time: so much later, modulo 1, is the next of many that would else end together
+LINGER_SECONDS = 1.0  # at most, and half of that at least, for a client that is refused while it sends to read why
 MAX_UNREAD = 2**18  # bytes of a body that are taken, and dropped, when its request has been answered
 CHUNK_COST = 1024  # of these, for each chunk
 SMALL = 2**16  # bytes of a body that is taken however much is held: who fills the rest keeps nobody from asking
@@ -43,6 +44,7 @@ class BodyLimit:
         self._app, self._max_size, self._streamed = app, max_size, streamed or {}
         self.held = 0  # bytes of the bodies of all requests that are being answered
         self._gave_back = -math.inf  # when, monotonic seconds
+        self._spread = 0.0  # of times to linger, from 0 to 1
         self._due: dict[str, float] = {}  # when a client's next part of a large body may come, the same
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,6 +63,11 @@ class BodyLimit:
             if max(body.size, body.sent) >= LARGE and now - self._gave_back >= GIVE_BACK_SECONDS:
                 self._gave_back = now
                 await asyncio.to_thread(give_back)
+
+    def linger(self) -> float:
+        """Returns seconds for a client that is refused while it sends; those that are refused together end apart."""
+        self._spread = (self._spread + GOLDEN) % 1
+        return LINGER_SECONDS * (1 - self._spread / 2)
 
     async def pace(self, size: int) -> None:
         """Waits as long as a part of a large body is to take of its client's `LARGE_A_SECOND`."""
@@ -129,20 +136,20 @@ class _Body:
     async def _linger(self) -> None:
         """Waits until the client has sent all, or for some time; what comes beyond `MAX_UNREAD` is not read."""
         left = MAX_UNREAD
+        seconds = self._limit.linger()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_SECONDS):
+            async with asyncio.timeout(seconds):
                 while left > 0:
                     message = await self._receive()
                     if message["type"] != "http.request" or not message.get("more_body", False):
                         return
                     left -= max(len(message.get("body", b"")), CHUNK_COST)
-                await asyncio.sleep(LINGER_SECONDS)
+                await asyncio.sleep(seconds)
 
 
 A_SECOND = 50  # refusals of a client
 NO_DEFERRAL = 100  # of them that do not wait, after a time without any
 MAX_SECONDS = 1.0  # that one waits
-GOLDEN = 0.618  # of a second time: so much later is the next one held, modulo 1, which never come together
 MAX_HELD = 128  # refusals beyond these, of all clients, that are held for so long before they end their connections
 FREE_A_SECOND, FREE_AT_ONCE, FREE_SECONDS = 500, 50, 0.2  # the same of what needs no key, of all clients together
 
