@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,51 @@ def test_damaged_files_are_none(store: PrefixStore, tmp_path: Path) -> None:
         assert found is None if at in (3, 7, 11) else right(found, *digests[at : at + groups[-1]])
         at += groups[-1] or 1
     assert groups == [3, 0, 3, 0, 3, 0, *[3] * 6]
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_device_without_memory_takes_no_buffers(store: PrefixStore) -> None:
+    class Full(DistantCpu):
+        full = True
+
+        def copy_in(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], bool]]:
+            if self.full:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().copy_in(parts)
+
+    device = Full()
+    digests, ahead = text(store, "text"), ReadAhead(store, device, SIZE, 10 * SIZE)
+    for _ in range(8):
+        with pytest.raises(torch.OutOfMemoryError):
+            ahead.read(digests, TAIL, never)
+    device.full = False
+    for at in range(0, len(digests), 3):
+        assert right(ahead.read(digests[at:], TAIL, never), *digests[at : at + 3])
+
+
+def test_without_pages_to_lock_other_memory_serves(store: PrefixStore) -> None:
+    class Unlocked(DistantCpu):
+        def host_memory(self, size: int) -> torch.Tensor:
+            raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
+
+    digests, ahead = text(store, "text"), ReadAhead(store, Unlocked(), SIZE, 1)
+    assert all(right(ahead.read(digests[at:], TAIL, never), digest) for at, digest in enumerate(digests))
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_is_removed_is_not_served_from_buffers(store: PrefixStore) -> None:
+    """Files that are written under the same names later may be other ones."""
+    digests, ahead = text(store, "text"), ReadAhead(store, DistantCpu(), SIZE, 10 * SIZE)
+    assert right(ahead.read(digests, TAIL, never), *digests[:3])
+    ahead.begin_single(digests[4], SIZE)
+    assert store.delete() == 30
+    ahead.forget()
+    other = bytes(SIZE)
+    for at, digest in enumerate(digests):
+        store.write(Entry(digest, digests[at - 1] if at else digest, owner_of("alice"), BLOCK * (at + 1)), other)
+    assert ahead.take_single(digests[4]) is None
+    found = ahead.read(digests[3:], TAIL, never)
+    assert found is not None and not torch.cat(found, 1).any()
 
 
 def test_without_buffers_nothing_is_read(store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,11 @@ class ReadAhead:
             return None
         buffers = [buffer, *self._further(digests[1 : self._group], stop)]
         ends = torch.stack([buffer[-tail:] for buffer in buffers])
-        there, done = self._copies.copy_in([buffer[:-tail] for buffer in buffers])
+        try:
+            there, done = self._copies.copy_in([buffer[:-tail] for buffer in buffers])
+        except BaseException:  # such as for want of the device's memory: nothing is copied
+            self._free += buffers
+            raise
         self._left += [(buffer, done) for buffer in buffers]
         return there.view(len(buffers), -1), ends
 
@@ -84,19 +88,32 @@ class ReadAhead:
         """Lets go of it, where it was begun."""
         self._single = None
 
+    def forget(self) -> None:
+        """Lets go of all that was begun: files are removed, and others may get their names."""
+        self._single = None
+        self._keep(())
+
     def _open(self) -> ThreadPoolExecutor:
         """Returns the threads; the first call makes them and the buffers."""
         if self._threads is None:
-            self._free += self._copies.host_memory(self._count * self._size).split(self._size)
+            try:
+                memory = self._copies.host_memory(self._count * self._size)
+            except RuntimeError:  # the system locks no more pages: copies from others take longer
+                memory = torch.empty(self._count * self._size, dtype=torch.uint8)
+            self._free += memory.split(self._size)
             self._threads = ThreadPoolExecutor(self._count // AHEAD, "draftwing-prefixes")
         return self._threads
 
-    def _begin(self, wanted: Sequence[bytes]) -> None:
-        threads = self._open()
-        for digest in self._begun.keys() - wanted:  # of a request that ended
+    def _keep(self, wanted: Sequence[bytes]) -> None:
+        """Lets go of what else was begun, such as for a request that ended."""
+        for digest in self._begun.keys() - wanted:
             buffer, loaded = self._begun.pop(digest)
             loaded.cancel()
             self._left.append((buffer, loaded.done))
+
+    def _begin(self, wanted: Sequence[bytes]) -> None:
+        threads = self._open()
+        self._keep(wanted)
         for _ in range(len(self._left)):
             buffer, done = self._left.popleft()
             if done():

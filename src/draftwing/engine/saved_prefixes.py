@@ -268,6 +268,8 @@ class SavedPrefixes:
             if done:
                 one.req.returning, one.req.looked = False, self._kv.evicted
                 self._returning.remove(one)
+                if self._ahead is not None:
+                    self._ahead.forget_single()
             if not done or one.end > begun or time.monotonic() >= until:
                 return
 
@@ -361,6 +363,8 @@ class SavedPrefixes:
         owner = owner_of(client)
         with self._lock:
             self._texts.forget(owner)
+            if self._ahead is not None:
+                self._ahead.forget()
             if self._host is not None:
                 self._host.forget(owner)
             if self.slots is not None:
@@ -372,6 +376,8 @@ class SavedPrefixes:
         """Removes all that is kept for this model. Raises OSError."""
         with self._lock:
             self._texts.forget()
+            if self._ahead is not None:
+                self._ahead.forget()
             if self._host is not None:
                 self._host.forget()
             if self.slots is not None:
