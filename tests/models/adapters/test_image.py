@@ -141,6 +141,28 @@ def test_headers_that_are_refused(tmp_path: Path, header: object) -> None:
             tensors_of(torch.frombuffer(bytearray(bad or b"\0"), dtype=torch.uint8), tmp_path / "x")
 
 
+def file_of(header: dict[str, object], size: int) -> torch.Tensor:
+    text = json.dumps(header).encode()
+    data = torch.zeros(8 + len(text) + size, dtype=torch.uint8)
+    data[: 8 + len(text)] = torch.frombuffer(bytearray(struct.pack("<Q", len(text)) + text), dtype=torch.uint8)
+    return data
+
+
+def test_tensors_in_one_place_are_refused(tmp_path: Path) -> None:
+    """Each that is not aligned is copied, so a small file could take any memory."""
+    header: dict[str, object] = {str(at): ONE | {"data_offsets": [1, 25]} for at in range(2)}
+    with pytest.raises(CheckpointError, match="in the same place"):
+        tensors_of(file_of(header, 40), tmp_path / "x")
+
+
+@pytest.mark.parametrize("name", ["x", "xx", "xxx", "xxxx"])
+def test_tensors_lie_anywhere(tmp_path: Path, name: str) -> None:
+    """Headers of other writers have any length, and some tensors no elements."""
+    none = {"dtype": "F32", "shape": [0, 3], "data_offsets": [0, 0]}
+    found = tensors_of(file_of({name: ONE, "none": none}, 24), tmp_path / "x")
+    assert torch.equal(found[name], torch.zeros(2, 3)) and found["none"].shape == (0, 3)
+
+
 def test_memory_that_is_asked_for_ahead() -> None:
     """It is taken once, and what is missing is asked for at once; without room the next image asks again."""
     asked: list[int] = []

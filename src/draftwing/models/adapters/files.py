@@ -111,8 +111,16 @@ def tensors_of(data: Tensor, path: Path) -> dict[str, Tensor]:
         if len(data) < 8 or size > min(len(data) - 8, _MOST_HEADER):
             raise ValueError("there is no header")
         header = json.loads(data[8 : 8 + size].numpy().tobytes())
-        values = data[8 + size :]
-        return {name: _tensor(name, values, **one) for name, one in header.items() if name != "__metadata__"}
+        values, found = data[8 + size :], dict[str, Tensor]()
+        left = len(values)
+        for name, one in header.items():
+            if name == "__metadata__":
+                continue
+            found[name] = _tensor(name, values, **one)
+            left -= found[name].nbytes
+            if left < 0:  # else a small file could ask for any memory
+                raise ValueError("tensors lie in the same place")
+        return found
     except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
@@ -127,7 +135,7 @@ def _tensor(name: str, values: Tensor, dtype: str, shape: list[int], data_offset
     if not begin <= end <= len(values) or end - begin != math.prod(shape) * kind.itemsize:
         raise ValueError(f"{name[:200]!r} does not fit its place")
     part = values[begin:end]
-    return (part if part.data_ptr() % kind.itemsize == 0 else part.clone()).view(kind).view(shape)
+    return (part if part.storage_offset() % kind.itemsize == 0 else part.clone()).view(kind).view(shape)
 
 
 def stored_digest(path: Path) -> str:
