@@ -15,6 +15,7 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing.engine.devices import pick_device
 from draftwing.errors import CheckpointError
+from draftwing.models.adapters import adapter as adapters
 from draftwing.models.adapters import files, image
 from draftwing.models.adapters.adapter import Adapter, AdapterSlots
 from draftwing.models.adapters.files import digest_of_bytes, read_whole, tensors_of
@@ -83,6 +84,16 @@ def test_without_room_for_an_image_factors_serve(tiny: Path, tmp_path: Path) -> 
     slots = slots_of(tiny)
     adapter = stored(slots, tiny, tmp_path / "one")
     assert slots.imaged(adapter, full) is adapter
+
+
+def test_images_leave_memory_to_others(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter of few factors has an image as large as a slot."""
+    slots = slots_of(tiny, 64)
+    adapter, size = stored(slots, tiny, tmp_path / "one", targets=("q_proj",)), sum(slots.layout.sizes)
+    assert size > 100 * adapter.nbytes
+    for free, images in ((size, False), ((1 << 30) + 4 * size - 1, False), ((1 << 30) + 4 * size, True), (None, True)):
+        monkeypatch.setattr(adapters, "free_memory", lambda free=free: free)
+        assert bool(slots.imaged(adapter, memory).image) == images
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from draftwing.layers.latent import HeadLinear, LatentAttentionConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.machine import free_memory
 from draftwing.models.adapters.groups import kind_of, of_experts, of_heads
 from draftwing.models.adapters.image import SlotLayout, SpareMemory, call_for_all, copy_exactly
 from draftwing.models.apart import of_state_space
@@ -27,6 +28,8 @@ from draftwing.ops.table import LayerOps
 from draftwing.parallel.ranks import ALONE, Ranks
 
 MAX_RANK = 256
+_LEFT = 1 << 30  # bytes of host memory that images leave to others, as much as sleep does
+_TIMES = 4  # of an image's bytes: it and the next one, each in twice as many at most
 
 
 class Factors(NamedTuple):
@@ -309,7 +312,7 @@ class AdapterSlots:
         if self._ranks.size > 1:
             own = {name: Factors(one.down.clone(), one.up.clone(), one.scale) for name, one in adapter.factors.items()}
             return replace(adapter, factors=own)
-        if any(type(one) is not AdapterWeights for one in self.weights.values()):
+        if any(type(one) is not AdapterWeights for one in self.weights.values()) or not self._has_room():
             return adapter
         try:
             image = self.spare.take(memory)
@@ -341,6 +344,12 @@ class AdapterSlots:
 
         call_for_all([*into], write)
         return replace(adapter, factors=kept, image=image)
+
+    def _has_room(self) -> bool:
+        """Returns whether the host has memory for an image and the next one: each takes as much as a slot, however
+        small its adapter is, and up to twice of that where page-locked memory comes in powers of two."""
+        free = free_memory()
+        return free is None or _TIMES * sum(self.layout.sizes) <= free - _LEFT
 
     def fill(self, slot: int, arrived: Tensor) -> None:
         """Does as `put` with an image, which has arrived at the device, all of it in one."""
