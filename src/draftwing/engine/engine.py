@@ -243,7 +243,7 @@ class Engine:
         card, adapter = checked_adapter(name, path, slots, self.options)
         device = self.parts.executor.device
         adapter = slots.imaged(adapter, device.host_memory)
-        if adapter.image and self.options.lora_dir and device.device.type == "cuda":  # others may be loaded
+        if adapter.image and self.options.lora_dir and device.has_own_memory:  # others may be loaded
             threading.Thread(target=slots.spare.fill, args=(device.host_memory,), name="adapter", daemon=True).start()
         self._adapters.add(card, adapter, replace)
         log.info("the adapter %r is loaded: rank %d, %.1f MB", name, adapter.rank, adapter.nbytes / 1e6)

@@ -367,7 +367,7 @@ def _adapter_digest(run: Run) -> str | None:
     adapter = run.settings.adapter_path
     if adapter is None:
         return None
-    from draftwing.models.adapters.files import stored_digest
+    from draftwing.models.adapters.stored import stored_digest
 
     digest = stored_digest(adapter.path)
     for folder in {run.out, run.data}:

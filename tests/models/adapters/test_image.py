@@ -17,9 +17,11 @@ from draftwing.engine.devices import pick_device
 from draftwing.errors import CheckpointError
 from draftwing.models.adapters import adapter as adapters
 from draftwing.models.adapters import files, image
+from draftwing.models.adapters import stored as contents
 from draftwing.models.adapters.adapter import Adapter, AdapterSlots
-from draftwing.models.adapters.files import digest_of_bytes, read_whole, tensors_of
+from draftwing.models.adapters.files import digest_of_bytes
 from draftwing.models.adapters.read import read_adapter
+from draftwing.models.adapters.stored import read_whole, tensors_of
 from draftwing.models.loader import load_model
 
 
@@ -115,7 +117,8 @@ def test_a_slot_of_a_gpu(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_tensors_are_those_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "PART", 1000)
+    for module in (files, contents):
+        monkeypatch.setattr(module, "PART", 1000)
     kinds = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool
     tensors = {str(kind): (torch.arange(-105, 105).view(2, 3, 35) / 3).to(kind) for kind in kinds}
     tensors |= {"none": torch.zeros(0, 4), "one": torch.tensor(2.5)}

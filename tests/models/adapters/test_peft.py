@@ -15,9 +15,9 @@ from tiny_checkpoint import write_checkpoint
 
 from draftwing.errors import CheckpointError
 from draftwing.models.adapters.adapter import Adapter, AdapterTargets
-from draftwing.models.adapters.files import stored_digest
 from draftwing.models.adapters.peft import read_folder
 from draftwing.models.adapters.read import stored_rank
+from draftwing.models.adapters.stored import stored_digest
 from draftwing.models.loader import load_model
 
 MOST = 1 << 24

@@ -13,8 +13,9 @@ from torch import Tensor
 from draftwing.errors import CheckpointError
 from draftwing.models.adapters import groups
 from draftwing.models.adapters.adapter import MAX_RANK, Adapter, Factors, checked_factors
-from draftwing.models.adapters.files import CONFIG, WEIGHTS, folder_digest, read_config, read_whole, tensors_of
+from draftwing.models.adapters.files import CONFIG, WEIGHTS, folder_digest, read_config
 from draftwing.models.adapters.image import call_for_all
+from draftwing.models.adapters.stored import read_whole, tensors_of
 from draftwing.models.weight_map import canonical
 from draftwing.requests.refusals import show
 
