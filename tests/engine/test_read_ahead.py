@@ -188,3 +188,14 @@ def test_without_buffers_nothing_is_read(store: PrefixStore, monkeypatch: pytest
     digests, ahead = text(store, "text"), ReadAhead(store, LostCpu(), SIZE, SIZE)
     found = [right(ahead.read(digests[at:], TAIL, never), digest) for at, digest in enumerate(digests)]
     assert found == [True] * 6 + [False] * 24
+
+
+def test_what_is_not_placed_is_bounded(store: PrefixStore) -> None:
+    """By `GROUPS` times what goes at once: the device may be busy with a long prefill, and copies come meanwhile."""
+    late, soon = (ReadAhead(store, device, SIZE, 2 * SIZE) for device in (LostCpu(), DistantCpu()))
+    for _ in range(3):
+        for ahead in (late, soon):
+            ahead.placed(2 * SIZE)
+            assert not ahead.full
+    late.placed(2 * SIZE)
+    assert late.full and late.full and not soon.full

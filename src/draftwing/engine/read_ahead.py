@@ -26,8 +26,10 @@ class ReadAhead:
     """One thread at a time may call it."""
 
     def __init__(self, store: PrefixStore, copies: HostCopies, size: int, most: int) -> None:
-        """size: bytes of a block's file.  most: bytes that go to the device at once, or one file."""
-        self._store, self._copies, self._size = store, copies, size
+        """size: bytes of a block's file.  most: bytes that go to the device at once, or one file; `GROUPS` times as
+        many may be there until they are placed."""
+        self._store, self._copies, self._size, self._most = store, copies, size, GROUPS * most
+        self._landing = deque[tuple[int, Callable[[], bool]]]()  # bytes, and whether the device has placed them
         self._count = AHEAD * min(os.cpu_count() or 1, THREADS)
         self._group = max(min(self._count // GROUPS, most // size), 1)
         self._threads: ThreadPoolExecutor | None = None  # and buffers, from the first file on
@@ -68,6 +70,18 @@ class ReadAhead:
                 return
             del self._begun[digest]
             yield found[0]
+
+    def placed(self, size: int) -> None:
+        """Notes that the device was told to put so many of the bytes that `read` gave where they belong: their memory
+        is free when it has come to that."""
+        self._landing.append((size, self._copies.copy_out([])))
+
+    @property
+    def full(self) -> bool:
+        """Returns whether enough is on the device that is not where it belongs yet, such as behind a long prefill."""
+        while self._landing and self._landing[0][1]():
+            self._landing.popleft()
+        return sum(size for size, _ in self._landing) >= max(self._most, self._size)
 
     def begin_single(self, digest: bytes, size: int) -> None:
         """Has a file read that is no block's. size: bytes. There is one of them; the one before is forgotten."""

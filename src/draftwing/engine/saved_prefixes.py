@@ -276,6 +276,8 @@ class SavedPrefixes:
     @property
     def _full(self) -> bool:
         """Returns whether enough is on its way to the device."""
+        if self._ahead is not None and self._ahead.full:
+            return True
         if self._host is None:
             return False
         self._host.store.poll()
@@ -323,6 +325,7 @@ class SavedPrefixes:
         if ahead is not None:
             slots = slots[: len(ahead[0]) * BLOCK - first]
             self._slots.scatter(self._upload(slots), ahead[0], first)
+            self._ahead.placed(ahead[0].nbytes)  # type: ignore[union-attr]  # it has read them
             seen = ahead[1].flatten().numpy()
         else:
             data = self._store.read(digests[0])

@@ -187,11 +187,11 @@ def cuda_budget(options: Options, rig: Rig, length: int, graph_size: int) -> int
     tables += request_bytes(rows, rig.model.config.vocab_size, length)
     tables += unseen_bytes(rows, rig, deferral_of(options, rig))
     tables += record_bytes(rig.layers, rows - 1, rig.nodes, rig.model.dtype)
-    copies = 2 * total // FLYING if options.hicache_size else 0
+    copies = 2 * total // FLYING if options.hicache_size or options.prefix_cache_dir is not None else 0
     needed = step + graphs + tables + copies
     sizes = (
         f"a step takes {step / 1e9:.2f} GB, CUDA graphs {graphs / 1e9:.2f} GB, tables of rows {tables / 1e9:.2f} GB"
-        f"{f', copies of --hicache-size {copies / 1e9:.2f} GB' if copies else ''}: "
+        f"{f', copies of cached prefixes {copies / 1e9:.2f} GB' if copies else ''}: "
         "lower --chunked-prefill-size, --max-running-requests, --cuda-graph-max-bs or --context-length"
     )
     log.info("memory: %.2f GB of %.2f free after the weights; %s", free / 1e9, total / 1e9, sizes.split(":")[0])
