@@ -96,6 +96,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 256, "model_max_length": 4096, "num_nextn_predict_layers": 0,
     },
     "deepseek-v3.2": real.DEEPSEEK_V32 | SMALL | LATENT | {"q_lora_rank": 512, "index_n_heads": 8, "index_topk": 64},
+    "glm-5.2": real.GLM52 | SMALL | LATENT | {  # every other layer reads what the one before it picked
+        "q_lora_rank": 512, "index_n_heads": 8, "index_topk": 64, "num_experts": 32, "qk_nope_head_dim": 128,
+        "v_head_dim": 128, "qk_head_dim": 192, "index_topk_freq": 2, "index_skip_topk_offset": 1, "layer_types": None,
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+    },
+    "jamba": published("jamba-1.5-mini") | SMALL | {  # state-space layers of Mamba-1
+        "attn_layer_offset": 1, "attn_layer_period": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "intermediate_size": 512, "num_experts": 16, "num_nextn_predict_layers": 0,
+    },
     "ling3": real.LING3_FLASH | SMALL | ROUTED | {
         "num_attention_heads": 16, "num_key_value_heads": 16, "first_k_dense_replace": 1, "layer_group_size": 4,
         "n_group": 4, "topk_group": 2,

@@ -1,16 +1,19 @@
-"""Gated delta nets and short convolutions: microseconds of a layer inside a CUDA graph, against what its bytes take.
+"""Gated delta nets, state-space layers, KDA and short convolutions: microseconds of a layer inside a CUDA graph,
+against what its bytes take.
 
-    python benchmarks/gpu_kernels/delta_net.py [sweep]
+    python benchmarks/gpu_kernels/delta_net.py [sweep] [SHAPE ...]
 
-Shapes are those of Qwen3.5-27B, 9B and 0.8B in bfloat16. A step reads the state of each row and writes one, reads its
-tokens' inputs and leaves them as records, and with drafts runs two accepted tokens again. `sweep`: other columns and
-stages of a program of the recurrence, for plain steps, a tree and a chunk of the largest shape.
+Shapes are those of Qwen3.5-27B, 9B and 0.8B, Granite-4-Tiny, Nemotron-3-Nano and Kimi-Linear in bfloat16. A step reads
+the state of each row and writes one, reads its tokens' inputs and leaves them as records, and with drafts runs two
+accepted tokens again. `sweep`: other columns and stages of a program of the recurrence, for plain steps, a tree and a
+chunk, of the first shape if none is named.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from itertools import product
 
 import torch
 from timing import replay_us
@@ -21,7 +24,13 @@ from draftwing.ops.delta_net import triton as delta_net
 from draftwing.ops.delta_net.triton_plan import Walks, plan_chunks, plan_trees
 from draftwing.ops.short_conv.triton import short_conv, sources_of
 
-SHAPES = {name: DeltaSpec(16, heads, 128, 128, 4) for name, heads in (("27B", 48), ("9B", 32), ("0.8B", 16))}
+SHAPES = {
+    **{name: DeltaSpec(16, heads, 128, 128, 4) for name, heads in (("27B", 48), ("9B", 32), ("0.8B", 16))},
+    "granite-4-tiny": DeltaSpec(1, 48, 128, 64, 4, corrects=False),
+    "nemotron-3-nano": DeltaSpec(8, 64, 128, 64, 4, corrects=False),
+    "kimi-linear": DeltaSpec(32, 32, 128, 128, 4, by_channel=True),
+}
+LARGEST = "27B"
 NODES, AGAIN, CONTEXT = 16, 2, 1024  # AGAIN: tokens that a step with drafts runs again
 HALF, CUDA = torch.bfloat16, torch.device("cuda")
 LAYERS = 8  # with states of their own, so that none is in the cache from the call before
@@ -43,16 +52,20 @@ class Net:
         at = torch.arange(rows, device=CUDA)
         self.states.set(torch.stack((at, 1 + 2 * at, 2 + 2 * at, 0 * at), 1))
         self.table = 1 + torch.arange((rows + 1) * CONTEXT, device=CUDA).view(rows + 1, CONTEXT)
+        heads, normed = spec.value_heads, spec.value_dim if spec.corrects else spec.value_heads * spec.value_dim
         self.weights = DeltaWeights(
-            torch.randn(4, spec.channels, device=CUDA).t(), -torch.rand(spec.value_heads, device=CUDA),
-            torch.zeros(spec.value_heads, device=CUDA), torch.ones(spec.value_dim, device=CUDA), 1e-6,
+            torch.randn(4, spec.channels, device=CUDA).t(), -torch.rand(heads, device=CUDA),
+            torch.zeros(spec.decays, device=CUDA), torch.ones(normed, device=CUDA), 1e-6,
         )  # fmt: skip
+        if not spec.corrects:
+            biases, skip = torch.zeros(spec.channels, device=CUDA), torch.ones(heads, device=CUDA)
+            self.weights = self.weights._replace(conv_bias=biases, skip=skip)
 
     def inputs(self, tokens: int) -> DeltaInputs:
         spec = self.spec
         both = torch.randn(tokens, spec.channels + spec.value_heads * spec.value_dim, device=CUDA).to(HALF)
-        gates = torch.randn(tokens, 2 * spec.value_heads, device=CUDA).to(HALF)
-        return DeltaInputs(*both.tensor_split((spec.channels,), 1), *gates.chunk(2, 1))
+        gates = torch.randn(tokens, spec.value_heads + spec.decays, device=CUDA).to(HALF)
+        return DeltaInputs(*both.tensor_split((spec.channels,), 1), *gates.tensor_split((spec.value_heads,), 1))
 
     def trees(self, nodes: int, chain: bool = False) -> Batch:
         """One of each row; a node of a tree has two children."""
@@ -94,8 +107,9 @@ class Net:
         return (2 * rows * spec.state_bytes(HALF) + own + again) / rate
 
 
-def bench(rate: float) -> None:
-    for name, spec in SHAPES.items():
+def bench(rate: float, names: list[str]) -> None:
+    for name in names or SHAPES:
+        spec = SHAPES[name]
         for rows in (1, 16, 64):
             net = Net(spec, rows)
             for nodes, chain in ((1, True), (4, True), (4, False), (16, False)):
@@ -105,7 +119,7 @@ def bench(rate: float) -> None:
         for tokens in (512, 4096):
             batch = net.chunk(tokens)
             show(f"{name}, a chunk of {tokens}", net.micros(batch), net.least(batch, rate))
-    net = Net(SHAPES["27B"], 64)
+    net = Net(SHAPES[(names or [LARGEST])[0]], 64)
     for nodes in (1, 16):
         batch = net.trees(nodes)
         show(f"plan of 64 trees of {nodes}, once a step", replay_us(lambda batch=batch: net.plan(batch)), 0.0)
@@ -133,14 +147,13 @@ def convolution(rows: int, tokens: int, rate: float) -> tuple[float, float]:
     return took / LAYERS, count * 5 * 2048 * HALF.itemsize / rate
 
 
-def sweep(rate: float) -> None:
-    for columns in (8, 16, 32):
-        for stages in (2, 3, 4, 6):
-            for rows, nodes in ((1, 1), (16, 1), (1, 16), (1, 0)):
-                net = Net(SHAPES["27B"], rows)
-                batch, what = (net.trees(nodes), f"{nodes} nodes") if nodes else (net.chunk(512), "a chunk of 512")
-                label = f"27B, {columns} columns, {stages} stages, {rows} rows, {what}"
-                show(label, net.micros(batch, columns, stages), net.least(batch, rate))
+def sweep(rate: float, names: list[str]) -> None:
+    for name, columns, stages in product(names or [LARGEST], (8, 16, 32), (2, 3, 4, 6)):
+        for rows, nodes in ((1, 1), (16, 1), (64, 1), (1, 16), (1, 0)):
+            net = Net(SHAPES[name], rows)
+            batch, what = (net.trees(nodes), f"{nodes} nodes") if nodes else (net.chunk(512), "a chunk of 512")
+            label = f"{name}, {columns} columns, {stages} stages, {rows} rows, {what}"
+            show(label, net.micros(batch, columns, stages), net.least(batch, rate))
 
 
 def show(label: str, took: float, least: float) -> None:
@@ -151,7 +164,7 @@ def show(label: str, took: float, least: float) -> None:
 def main() -> None:
     started, rate = time.monotonic(), copy_rate()
     print(f"{torch.cuda.get_device_name()}: {rate / 1e6:.2f} TB/s of a copy")
-    (sweep if "sweep" in sys.argv else bench)(rate)
+    (sweep if "sweep" in sys.argv else bench)(rate, [name for name in sys.argv[1:] if name in SHAPES])
     print(f"{time.monotonic() - started:.0f} s")
 
 
