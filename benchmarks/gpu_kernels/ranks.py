@@ -1,11 +1,14 @@
 """Steps of one model on several GPUs, and whether drafts leave its texts as they are there.
 
-    python benchmarks/gpu_kernels/ranks.py [--shape 8b|70b|tiny] [--sizes 1,16] [--texts N] [option=value ...]
+    python benchmarks/gpu_kernels/ranks.py [--shape 8b|70b|tiny | --config FILE] [--sizes 1,16] [--profile SIZES]
+        [--texts N] [option=value ...]
 
-Random weights, from configs that are written here; options are the engine's, such as `tp_size=4` and
-`speculative_algorithm=EAGLE3`. Steps are replays of graphs on rows without context, run by all ranks. --texts: so many
-requests, some with a temperature, are answered, and a hash of their tokens is printed: it is the same for every drafter
-on the same number of ranks in deterministic mode.
+Random weights, from configs that are written here, or of the config.json of another target; options are the engine's,
+such as `tp_size=4` and `speculative_algorithm=EAGLE3`. Steps are replays of graphs on rows without context, run by all
+ranks. Their floor is the time in which one rank reads its share of the weights, at `timing.read_rate`, which needs 4 GB
+beside the engine (`max_total_tokens=20000`). --profile: kernels of rank 0 in steps of so many rows; those of sums wait
+for the other ranks. --texts: so many requests, some with a temperature, are answered, and a hash of their tokens is
+printed: it is the same for every drafter on the same number of ranks in deterministic mode.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ from typing import Any
 
 import step
 import torch
+from load_runs import listed
+from timing import read_rate
 
 from draftwing.engine.executor import Executor
 from draftwing.engine.loop import Loop
-from draftwing.engine.startup.measure_costs import replay
+from draftwing.engine.startup.measure_costs import experts_at_random, replay
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.req import Req
@@ -42,13 +47,22 @@ REPLAYS = 20
 ROWS = (1, 8, 16, 64)  # of a sum that is timed alone
 
 
-def steps(executor: Executor, sizes: list[int]) -> None:
-    keys = sorted({key for stage, key in executor.graphs._graphs if stage == "verify"}, key=lambda key: key.size)
+def steps(parts: Any, sizes: list[int], profiled: list[int]) -> None:
+    executor: Executor = parts.executor
+    captured: Any = executor.graphs._graphs
+    keys = sorted({key for stage, key in captured if stage == "verify" and key.size in sizes}, key=lambda key: key.size)
     for key in keys:
-        if key.size in sizes:
-            executor.run_on_all_ranks(replay, key)
-            seconds = executor.device.timed(partial(executor.run_on_all_ranks, replay, key), REPLAYS)
-            print(f"{statistics.median(seconds) * 1e6:9.1f} us  step {tuple(key.shape)} x {key.size}", flush=True)
+        executor.run_on_all_ranks(replay, key)
+        seconds = executor.device.timed(partial(executor.run_on_all_ranks, replay, key), REPLAYS)
+        took, (size, _) = statistics.median(seconds) * 1e6, step.weights_read(parts, key.size * key.shape.queries)
+        floor = size / read_rate()
+        print(
+            f"{took:9.1f} us  step {tuple(key.shape)} x {key.size}: {size / 1e6:.0f} MB of weights a rank, "
+            f"floor {floor:.0f} us, {floor / took:.0%}", flush=True,
+        )  # fmt: skip
+    for key in keys:
+        if key.size in profiled:
+            step.profile(f"step {tuple(key.shape)} x {key.size}", partial(executor.run_on_all_ranks, replay, key))
 
 
 def sums(executor: Executor) -> None:
@@ -97,7 +111,9 @@ def texts(parts: Any, count: int, tokens: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--sizes", default="1,16")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="config.json of the target, in place of a shape")
+    parser.add_argument("--sizes", type=listed(int), default=[1, 16])
+    parser.add_argument("--profile", type=listed(int), default=[], metavar="SIZES", help="whose kernels to show")
     parser.add_argument("--texts", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=64, help="of each text")
     parser.add_argument("options", nargs="*")
@@ -106,15 +122,16 @@ def main() -> None:
     begin = time.monotonic()
     step.LLAMA.update(SHAPES[args.shape])
     with tempfile.TemporaryDirectory() as folder:
-        parts = step.build(Path(folder), given, args.shape == "tiny")
+        parts = step.build(Path(folder), given, args.shape == "tiny", args.config)
     print(
-        f"{args.shape} {' '.join(args.options)}: built in {time.monotonic() - begin:.1f} s, "
+        f"{args.config or args.shape} {' '.join(args.options)}: built in {time.monotonic() - begin:.1f} s, "
         f"{parts.sched.config.slots} tokens"
     )
     print(json.dumps(parts.capability))
     if parts.executor.model.ranks.size > 1:
         sums(parts.executor)
-    steps(parts.executor, [int(size) for size in args.sizes.split(",")])
+    with torch.inference_mode(), experts_at_random(parts.executor):
+        steps(parts, args.sizes, args.profile)
     if args.texts:
         begin = time.monotonic()
         found = texts(parts, args.texts, args.tokens)
