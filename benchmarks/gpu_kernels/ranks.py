@@ -1,7 +1,7 @@
 """Steps of one model on several GPUs, and whether drafts leave its texts as they are there.
 
     python benchmarks/gpu_kernels/ranks.py [--shape 8b|70b|tiny | --config FILE] [--sizes 1,16] [--profile SIZES]
-        [--texts N] [option=value ...]
+        [--draft JSON] [--texts N] [option=value ...]
 
 Random weights, from configs that are written here, or of the config.json of another target; options are the engine's,
 such as `tp_size=4` and `speculative_algorithm=EAGLE3`. Steps are replays of graphs on rows without context, run by all
@@ -112,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--config", type=Path, metavar="FILE", help="config.json of the target, in place of a shape")
+    parser.add_argument("--draft", type=json.loads, metavar="JSON", help="keys of the draft model's config")
     parser.add_argument("--sizes", type=listed(int), default=[1, 16])
     parser.add_argument("--profile", type=listed(int), default=[], metavar="SIZES", help="whose kernels to show")
     parser.add_argument("--texts", type=int, default=0)
@@ -122,7 +123,7 @@ def main() -> None:
     begin = time.monotonic()
     step.LLAMA.update(SHAPES[args.shape])
     with tempfile.TemporaryDirectory() as folder:
-        parts = step.build(Path(folder), given, args.shape == "tiny", args.config)
+        parts = step.build(Path(folder), given, args.shape == "tiny", args.config, args.draft)
     print(
         f"{args.config or args.shape} {' '.join(args.options)}: built in {time.monotonic() - begin:.1f} s, "
         f"{parts.sched.config.slots} tokens"
