@@ -49,6 +49,18 @@ def test_ancestors_are_the_tokens_before() -> None:
         assert found.tolist() == [[*reversed(text[:-1]), 0, 0, 0][:3] for text in texts]
 
 
+def test_queries_of_a_tree_are_named_where_they_are_ancestors(triton_ops: TorchOps) -> None:
+    from draftwing.ops.short_conv.triton import sources_of
+
+    batch, texts = trees()
+    moved = (part.to(triton_ops.device) if isinstance(part, Tensor) else part for part in batch)
+    found = sources_of(Batch(*moved), 3, torch.zeros(0)).tolist()  # type: ignore[arg-type]
+    written = {slot: -1 - query for query, slot in enumerate(batch.write_slots.tolist()) if slot}
+    for text, own in zip(texts, found, strict=True):
+        before = [*reversed(text[:-1]), 0, 0, 0][:3]
+        assert not text[-1] or own == [written.get(slot, slot) for slot in before]
+
+
 def test_a_scan_goes_along_each_path() -> None:
     for batch, texts in (chunks(), trees()):
         own = torch.tensor([TEXT[text[-1]] for text in texts])

@@ -135,9 +135,12 @@ class Kda(DeltaMixer):
         if self._direct:
             a, z = self.decay_up(x), self.gate_up(x)
         else:
-            dense = self.ops.concat_columns  # matrices take rows without gaps
-            a, z = self.decay_up(dense(decay)), self.gate_up(dense(gate))
+            a, z = (up(self._dense(part)) for up, part in ((self.decay_up, decay), (self.gate_up, gate)))
         weights = DeltaWeights(self.conv[:, 0], self.decay, self.dt_bias, self.norm, self._eps, self.spec)
         return self.out(attend.delta(self.pool_layer, DeltaInputs(qkv, z, b, a), weights), residual)
+
+    def _dense(self, part: Tensor) -> Tensor:
+        """Returns the same without gaps between rows, as matrices take them; one row has none."""
+        return part if part.is_contiguous() else self.ops.concat_columns(part)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -56,7 +56,7 @@ def _picked(values, index, at):
 
 
 @triton.jit
-def _tree_of(starts, trees, query, LANES: tl.constexpr):
+def tree_of(starts, trees, query, LANES: tl.constexpr):
     """starts [trees + 1] -> the tree that has the query"""
     found = tl.full((), 0, tl.int32)
     for at in range(0, trees + 1, LANES):
@@ -88,7 +88,7 @@ def _plan_trees_kernel(
     start(PDL)
     query = tl.program_id(0)
     if RAGGED:
-        tree = _tree_of(starts, trees, query, 64)
+        tree = tree_of(starts, trees, query, 64)
         first, end = tl.load(starts + tree).to(tl.int32), tl.load(starts + tree + 1).to(tl.int32)
         batch_row = query
     else:

@@ -9,8 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwing.ops.attention.batch import Batch
+from draftwing.ops.delta_net.triton_plan import tree_of
 from draftwing.ops.row_states.spec import ancestor_slots
-from draftwing.ops.triton.common import launch_options, let_next_come, ordinary_options, wait
+from draftwing.ops.triton.common import lanes, launch_options, let_next_come, ordinary_options, start, wait
 
 _BLOCK = 512  # channels of a program
 
@@ -60,17 +61,67 @@ def _own(row, mask, CHANNELS: tl.constexpr):
     return (b.to(tl.float32) * u.to(tl.float32)).to(b.dtype)
 
 
+@triton.jit(
+    do_not_specialize=["trees", "each", "depth"],
+    do_not_specialize_on_alignment=["rows", "prefix_len", "path", "path_len", "starts", "slots"],
+)
+def _sources_kernel(
+    sources, rows, prefix_len, path, path_len, starts, table, slots, table_stride, trees, each, depth,
+    COUNT: tl.constexpr, RAGGED: tl.constexpr, CAP_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (M), of trees: a token before a query is one of the row's text or a query of the same tree. each: queries of
+    a tree that is not ragged."""
+    start(PDL)
+    query = tl.program_id(0)
+    if RAGGED:
+        tree = tree_of(starts, trees, query, 64)
+        first, end = tl.load(starts + tree).to(tl.int32), tl.load(starts + tree + 1).to(tl.int32)
+        batch_row = query
+    else:
+        tree = query // each
+        first, end = tree * each, (tree + 1) * each
+        batch_row = tree
+    row, prefix, size = tl.load(rows + batch_row), tl.load(prefix_len + batch_row), tl.load(path_len + query)
+    other = first + tl.arange(0, CAP_PAD)
+    written = tl.load(slots + other, mask=other < end, other=-1)
+    for back in tl.static_range(1, COUNT + 1):
+        at = size - 1 - back  # below 0: before the tree
+        entry = tl.load(path + query.to(tl.int64) * depth + at, mask=at >= 0, other=0)
+        place = prefix + tl.where(at >= 0, entry, at)
+        slot = tl.load(table + row * table_stride + place, mask=place >= 0, other=0).to(tl.int64)
+        theirs = tl.max(tl.where((written == slot) & (slot > 0), other, -1), 0)
+        tl.store(sources + query * COUNT + back - 1, tl.where(theirs < 0, slot, -1 - theirs.to(tl.int64)))
+
+
 def sources_of(batch: Batch, count: int, owners: Tensor) -> Tensor:
     """Returns where the entries of the `count` tokens before each query lie, the nearest first, [M, count] int64: a
     slot of the pool; -1 - q, where query q of the same batch will write it; 0: there is no such token.
 
-    owners [slots + 1] int32, kept from batch to batch: it names a query by slot; what other batches left there is found
-    out by the query's own slot.
+    owners [slots + 1] int32, kept from chunks to chunks: it names a query by slot; what other batches left there is
+    found out by the query's own slot.
     """
-    slots, queries = ancestor_slots(batch, count), len(batch.write_slots)
+    queries = len(batch.write_slots)
+    if batch.path is not None and batch.path_len is not None:
+        return _of_trees(batch, batch.path.contiguous(), batch.path_len.contiguous(), count)
+    slots = ancestor_slots(batch, count)
     owners.index_copy_(0, batch.write_slots, torch.arange(queries, dtype=torch.int32, device=owners.device))
     query = owners[slots].long().clamp(max=queries - 1)
     return torch.where((slots > 0) & (batch.write_slots[query] == slots), -1 - query, slots).contiguous()
+
+
+def _of_trees(batch: Batch, path: Tensor, path_len: Tensor, count: int) -> Tensor:
+    trees, each, depth = path.shape
+    ragged, starts, cap = batch.ragged, batch.rows, each
+    if ragged is not None:
+        assert each == 1
+        trees, starts, cap = ragged.rows.shape[0], ragged.starts, ragged.cap
+    found = torch.empty(len(batch.write_slots), count, dtype=torch.int64, device=path.device)
+    _sources_kernel[(len(found),)](
+        found, batch.rows, batch.prefix_len, path, path_len, starts, batch.table, batch.write_slots,
+        batch.table.stride(0), trees, each, depth, COUNT=count, RAGGED=ragged is not None, CAP_PAD=lanes(cap),
+        num_warps=1, **launch_options(path.device),
+    )  # fmt: skip
+    return found
 
 
 def short_conv(
