@@ -2,8 +2,10 @@
 
     python benchmarks/gpu_kernels/sums.py [--ranks 2] [--sizes 4096,8192] [--rows 1,4,16,64] [--calls N]
 
-Each line is one sum with a residual, from a graph of 100. Before, so many sums of changing sizes and values are
-compared with those that NCCL gathers, to the bit. --seconds: after which all processes say where they stand, and end.
+Each line is one sum with a residual, from a graph of 100: as the engine takes it (more rows than are read from
+other GPUs' memory are one of the next two), of what NCCL gathers, in shares by NCCL, and NCCL's own. Before, so many
+sums of changing sizes and values are compared with those that NCCL gathers, to the bit. --seconds: after which all
+processes say where they stand, and end.
 """
 
 from __future__ import annotations
@@ -57,10 +59,12 @@ def compare(group: Group, device: Device, calls: int) -> int:
     """-> how many of the sums were other than they should be"""
     wrong = torch.zeros((), dtype=torch.int64, device=device.device)
     generator = torch.Generator(device.device).manual_seed(group.rank)
-    shapes = [(1, 4096), (64, 8192), (3, 576), (16, 8192), (33, 4096), (2, 8)]
+    shapes = [(1, 4096), (64, 8192), (3, 576), (65, 8192), (16, 8192), (300, 8192), (33, 4096), (1024, 8192), (2, 8)]
+    ways = group.sum_rows, partial(Ranks.sum_rows, group)
     for call in range(calls):
         x = torch.randn(*shapes[call % len(shapes)], generator=generator, device=device.device).bfloat16()
-        ours, theirs = group.sum_rows(x, ops=device.ops), Ranks.sum_rows(group, x, ops=device.ops)
+        residual = torch.full_like(x, call % 7)
+        ours, theirs = (way(x, None, residual, device.ops) for way in ways)
         wrong += (ours != theirs).any()
     return int(wrong)
 
@@ -74,7 +78,7 @@ def work(group: Group, device: Device, args: argparse.Namespace) -> None:
     say(group.title)
     found = group.exchange(str(wrong).encode())
     say(f"{args.calls} sums, other than gathered on each rank: {', '.join(one.decode() for one in found)}")
-    say(f"{'rows':>5} {'columns':>8} {'us read':>9} {'us gathered':>12} {'us all-reduce':>14}")
+    say(f"{'rows':>5} {'columns':>8} {'us engine':>9} {'us gathered':>12} {'us in shares':>13} {'us all-reduce':>14}")
     for size in map(int, args.sizes.split(",")):
         for rows in map(int, args.rows.split(",")):
             x = torch.ones(rows, size, dtype=torch.bfloat16, device=device.device)
@@ -82,10 +86,11 @@ def work(group: Group, device: Device, args: argparse.Namespace) -> None:
             ways = (
                 partial(group.sum_rows, x, None, residual, device.ops),
                 partial(Ranks.sum_rows, group, x, None, residual, device.ops),
+                partial(group.sum_in_shares, x, None, residual, device.ops),
                 partial(all_reduce, group, torch.zeros_like(x), residual),
             )
             times = [seconds(device, way) * 1e6 for way in ways]
-            say(f"{rows:5} {size:8} {times[0]:9.1f} {times[1]:12.1f} {times[2]:14.1f}")
+            say(f"{rows:5} {size:8} {times[0]:9.1f} {times[1]:12.1f} {times[2]:13.1f} {times[3]:14.1f}")
 
 
 def main() -> None:

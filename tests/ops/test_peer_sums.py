@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.peer_sums import triton as peer_sums
-from draftwing.ops.peer_sums.triton import BLOCKS, SLOT, Peers
+from draftwing.ops.peer_sums.triton import BLOCKS, SHARED, SLOT, Peers
 from draftwing.ops.table import PLAIN
 
 pytestmark = pytest.mark.usefixtures("mended_interpreter")
@@ -28,8 +28,10 @@ class World:
         return self.memory[rank][: len(self.memory) * BLOCKS].view(-1, BLOCKS)
 
     def slot(self, rank: int, call: int, like: Tensor) -> Tensor:
-        buffers = self.memory[rank][len(self.memory) * BLOCKS :].view(2, SLOT // 8)
-        return buffers[call % 2].view(like.dtype)[: like.numel()]
+        return self.buffer(rank, call % 2 * SLOT, like)
+
+    def buffer(self, rank: int, offset: int, like: Tensor) -> Tensor:
+        return self.memory[rank][len(self.memory) * BLOCKS + offset // 8 :].view(like.dtype)[: like.numel()]
 
     def sums(self, parts: list[Tensor], bias: Tensor | None, residual: Tensor | None) -> list[Tensor]:
         """A call on each rank, in turn."""
@@ -49,6 +51,29 @@ class World:
         assert all(bool((peers.calls == self.calls).all()) for peers in self.peers)
         return found
 
+    def sums_in_shares(self, parts: list[Tensor], bias: Tensor | None, residual: Tensor | None) -> list[Tensor]:
+        """The same of parts that are too large for a slot. expected: what each rank adds of its share."""
+        ranks, self.calls, found = len(parts), self.calls + 2, []
+        expected = PLAIN.sum_parts(torch.stack(parts), bias, residual).view(-1)
+        tiles = -(-parts[0].numel() // (4096 * ranks))
+        shares = torch.arange(len(expected), device=expected.device) // (tiles * 4096)
+        for rank, peers in enumerate(self.peers):
+            for other in range(ranks):
+                self.signals(rank)[other] = self.calls * (other != rank)
+                is_own = shares == other
+                ours, added = (self.buffer(other, 2 * SLOT + at, parts[0]) for at in (0, SHARED))
+                ours.copy_(torch.where(is_own, torch.nan, parts[other].view(-1)))
+                added.copy_(torch.where(is_own, expected, torch.nan))
+            ours, added = (self.buffer(rank, 2 * SLOT + at, parts[0]) for at in (0, SHARED))
+            ours.zero_(), added.zero_()
+            found.append(peer_sums.sum_rows(peers, parts[rank], bias, residual))
+            assert torch.equal(ours, torch.where(shares == rank, 0, parts[rank].view(-1)))
+            assert torch.equal(added, torch.where(shares == rank, expected, 0))
+            received = [self.signals(other)[rank, : min(tiles, BLOCKS)] for other in range(ranks) if other != rank]
+            assert all(bool((one == self.calls).all()) for one in received)
+        assert all(bool((peers.calls == self.calls).all()) for peers in self.peers)
+        return found
+
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_all_ranks_get_the_bits_of_sum_parts(ranks: int, device: torch.device) -> None:
@@ -61,6 +86,27 @@ def test_all_ranks_get_the_bits_of_sum_parts(ranks: int, device: torch.device) -
         assert all(torch.equal(found, expected) for found in world.sums([*parts], bias, residual))
 
 
+@pytest.mark.parametrize(
+    "ranks, rows",
+    [
+        (4, 66),
+        pytest.param(2, 67, marks=pytest.mark.exhaustive),
+        pytest.param(3, 300, marks=pytest.mark.exhaustive),
+        pytest.param(4, 257, marks=pytest.mark.exhaustive),  # blocks have several tiles
+    ],
+)
+def test_more_rows_are_added_in_shares(ranks: int, rows: int, device: torch.device) -> None:
+    """Between sums of few rows, with which they share signals."""
+    world, generator = World(ranks, device), torch.Generator(device).manual_seed(ranks)
+    for call, count in enumerate((2, rows, 1, rows)):
+        parts = torch.randn(ranks, count, 8192, generator=generator, device=device).half()
+        bias = torch.randn(8192, generator=generator, device=device).half() if call % 2 else None
+        residual = torch.randn(count, 8192, generator=generator, device=device).half() if call % 3 else None
+        sums = world.sums if count < 60 else world.sums_in_shares
+        expected = PLAIN.sum_parts(parts, bias, residual)
+        assert all(torch.equal(found, expected) for found in sums([*parts], bias, residual)), call
+
+
 def test_half_types_are_rounded_once(device: torch.device) -> None:
     world, generator = World(2, device), torch.Generator(device).manual_seed(1)
     parts, residual = torch.randn(2, 4, 256, generator=generator, device=device).half(), torch.ones(4, 256).half()
@@ -71,7 +117,14 @@ def test_half_types_are_rounded_once(device: torch.device) -> None:
 
 def test_what_is_too_large_or_not_whole_is_left_to_others() -> None:
     half = torch.bfloat16
-    shapes = {(64, 8192): True, (65, 8192): False, (3, 100): False, (2, 100): True, (0, 64): False}
+    shapes = {
+        (64, 8192): True,
+        (1024, 8192): True,
+        (1025, 8192): False,
+        (3, 100): False,
+        (2, 100): True,
+        (0, 64): False,
+    }
     for shape, expected in shapes.items():
         assert peer_sums.takes(torch.empty(shape, dtype=half, device="meta")) is expected, shape
     assert not peer_sums.takes(torch.empty(8, 16, dtype=half).t())

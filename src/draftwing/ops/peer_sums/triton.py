@@ -1,4 +1,5 @@
-"""Sums over ranks of few rows, by one kernel that reads the other GPUs' memory (one-shot all-reduce).
+"""Sums over ranks, by one kernel that reads the other GPUs' memory: of few rows each rank adds all (one-shot
+all-reduce), of more a share, and reads what the others added (two-shot).
 
 Each rank writes its part into memory of its own that the others map, signals that, waits until all have signalled, and
 adds all parts itself, in float32 in the order of the ranks: the bits are those of `sum_parts`, on every rank and for
@@ -7,6 +8,10 @@ any number of rows.
 Calls are counted by the device, so a captured kernel knows which one it is. There are two buffers, used in turn. A
 rank that writes to one for call c has the signals of all others for call c - 1, before which they had ended call c - 2,
 the last to read this buffer. So one meeting a call is enough. Blocks meet block by block; all of a call run at once.
+
+A sum in shares has two meetings, counted like two calls: when all parts are there, and when all shares are added. It
+writes parts where the others have read before the second meeting of the last such call, and its share after the first
+meeting of this one, before which they had ended the last.
 """
 
 # mypy: allow-untyped-defs
@@ -25,15 +30,16 @@ from draftwing.ops.triton.common import lanes, launch_options, start
 
 BLOCKS = 128  # of a launch at most; they must find room on the GPU together
 SLOT = 1 << 20  # bytes of one of the two buffers
+SHARED = 16 << 20  # bytes of a part that is added in shares
 _SIZES = (1024, 2048, 4096)  # elements of a block, 8 for each thread
 
 
 class Peers(NamedTuple):
     """Memory of all ranks as this one sees it.
 
-    buffers: addresses of each rank's two buffers; inbox: address of this rank's signals [P, BLOCKS] int64, by who sent
-    them; outbox [P] int64: where this rank's own signals are in the memory of each rank; calls [BLOCKS] int64: how many
-    there were, the same in all places.
+    buffers: addresses of each rank's two buffers, behind which are one for parts and one for sums of what is added in
+    shares; inbox: address of this rank's signals [P, BLOCKS] int64, by who sent them; outbox [P] int64: where this
+    rank's own signals are in the memory of each rank; calls [BLOCKS] int64: how many there were, the same everywhere.
     """
 
     rank: int
@@ -46,15 +52,36 @@ class Peers(NamedTuple):
     def bytes_of(ranks: int) -> tuple[int, int]:
         """Returns bytes of the signals, and of all that each rank has."""
         signals = ranks * BLOCKS * 8
-        return signals, signals + 2 * SLOT
+        return signals, signals + 2 * (SLOT + SHARED)
 
     @classmethod
     def at(cls, addresses: Sequence[int], rank: int, device: torch.device) -> Peers:
-        """addresses: of each rank's memory: signals, which are 0 at first, then both buffers."""
+        """addresses: of each rank's memory: signals, which are 0 at first, then the buffers."""
         signals, _ = cls.bytes_of(len(addresses))
         outbox = torch.tensor([address + rank * BLOCKS * 8 for address in addresses], device=device)
         calls = torch.zeros(BLOCKS, dtype=torch.int64, device=device)
         return cls(rank, tuple(address + signals for address in addresses), addresses[rank], outbox, calls)
+
+
+@triton.jit
+def _meet(theirs, ours, others, call, LANES: tl.constexpr):
+    """Says that this block has come to this call, and waits until those of the other ranks have."""
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    tl.atomic_xchg(theirs, tl.zeros([LANES], tl.int64) + call, mask=others, sem="release", scope="sys")
+    nothing = tl.zeros([LANES], tl.int64)
+    behind = 1
+    while behind > 0:
+        seen = tl.atomic_add(ours, nothing, mask=others, sem="acquire", scope="sys")
+        behind = tl.sum(tl.where(others & (seen < call), 1, 0), 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _count(calls, block, call, BLOCKS: tl.constexpr):
+    tl.store(calls + block, call)
+    if block == 0:  # those of blocks that this call does without
+        place = tl.arange(0, BLOCKS)
+        tl.store(calls + place, tl.zeros([BLOCKS], tl.int64) + call, mask=place >= tl.num_programs(0))
 
 
 @triton.jit(do_not_specialize=["eighths"])
@@ -77,18 +104,10 @@ def _peer_sum_kernel(
     part = tl.load(partial + at, mask=mask, other=0.0)
     tl.store(tl.multiple_of(buffers[RANK].to(tl.pointer_type(dtype)) + slot, 16) + at, part, mask=mask)
 
-    tl.debug_barrier()  # all threads have stored before one of them says so
-    counts = tl.zeros([LANES], tl.int64) + call
-    tl.atomic_xchg(theirs, counts, mask=others, sem="release", scope="sys")
     rest = tl.zeros([BLOCK], tl.float32)
     if RESIDUAL:
         rest = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    nothing = tl.zeros([LANES], tl.int64)
-    behind = 1
-    while behind > 0:
-        seen = tl.atomic_add(ours, nothing, mask=others, sem="acquire", scope="sys")
-        behind = tl.sum(tl.where(others & (seen < call), 1, 0), 0)
-    tl.debug_barrier()
+    _meet(theirs, ours, others, call, LANES)
 
     result = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(RANKS):
@@ -102,30 +121,84 @@ def _peer_sum_kernel(
     if RESIDUAL:
         result += rest
     tl.store(out + at, result.to(dtype), mask=mask)
-    tl.store(calls + block, call)
-    if block == 0:  # those of blocks that this call does without
-        place = tl.arange(0, BLOCKS)
-        tl.store(calls + place, tl.zeros([BLOCKS], tl.int64) + call, mask=place >= tl.num_programs(0))
+    _count(calls, block, call, BLOCKS)
+
+
+@triton.jit(do_not_specialize=["eighths", "tiles"])
+def _peer_share_kernel(
+    out, partial, bias, residual, buffers, inbox, outbox, calls, eighths, tiles,
+    SIZE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr, SHARES: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """tiles: of BLOCK elements in a rank's share. PARTS, SHARES: where the buffers for them begin, in elements."""
+    block = tl.program_id(0)
+    lane = tl.arange(0, LANES)
+    others = (lane < RANKS) & (lane != RANK)
+    theirs = tl.load(outbox + lane, mask=others, other=0).to(tl.pointer_type(tl.int64)) + block
+    ours = inbox.to(tl.pointer_type(tl.int64)) + lane * BLOCKS + block
+    start(PDL)
+    call = tl.load(calls + block) + 1
+    dtype = out.dtype.element_ty
+    mine = tl.multiple_of(buffers[RANK].to(tl.pointer_type(dtype)), 16)
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            for tile in range(block, tiles, tl.num_programs(0)):
+                at = (rank * tiles + tile) * BLOCK + tl.arange(0, BLOCK)
+                mask = at < eighths * 8  # so loads of 8 elements are whole
+                tl.store(mine + PARTS + at, tl.load(partial + at, mask=mask, other=0.0), mask=mask)
+    _meet(theirs, ours, others, call, LANES)
+    for tile in range(block, tiles, tl.num_programs(0)):
+        at = (RANK * tiles + tile) * BLOCK + tl.arange(0, BLOCK)
+        mask = at < eighths * 8
+        result = tl.zeros([BLOCK], tl.float32)
+        for rank in tl.static_range(RANKS):
+            there = partial if rank == RANK else tl.multiple_of(buffers[rank].to(tl.pointer_type(dtype)), 16) + PARTS
+            value = tl.load(there + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+            result = value if rank == 0 else result + value
+        if BIAS:
+            result += tl.load(bias + at % SIZE, mask=mask, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            result += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(mine + SHARES + at, result.to(dtype), mask=mask)
+        tl.store(out + at, result.to(dtype), mask=mask)
+    _meet(theirs, ours, others, call + 1, LANES)
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            there = tl.multiple_of(buffers[rank].to(tl.pointer_type(dtype)), 16) + SHARES
+            for tile in range(block, tiles, tl.num_programs(0)):
+                at = (rank * tiles + tile) * BLOCK + tl.arange(0, BLOCK)
+                mask = at < eighths * 8
+                tl.store(out + at, tl.load(there + at, mask=mask, other=0.0, cache_modifier=".cg"), mask=mask)
+    _count(calls, block, call + 1, BLOCKS)
 
 
 def takes(partial: Tensor) -> bool:
-    """Returns whether there is room for such parts: up to 64 rows of 8,192 in a half type."""
-    fits = 0 < partial.nbytes <= SLOT and partial.numel() <= BLOCKS * _SIZES[-1]
-    return fits and partial.numel() % 8 == 0 and partial.is_contiguous()
+    """Returns whether there is room for such parts: up to 1,024 rows of 8,192 in a half type."""
+    return 0 < partial.nbytes <= SHARED and partial.numel() % 8 == 0 and partial.is_contiguous()
 
 
 def sum_rows(peers: Peers, partial: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """partial [M, n] of this rank, bias [n] and residual [M, n], the same on all -> the sum of all ranks' [M, n], then
     bias and residual, in this order in float32, rounded once. All ranks call it at the same place."""
     assert takes(partial) and (residual is None or residual.is_contiguous())
-    ranks, total = len(peers.buffers), partial.numel()
-    out = torch.empty_like(partial)
-    block = next(size for size in _SIZES if triton.cdiv(total, size) <= BLOCKS)
-    _peer_sum_kernel[(triton.cdiv(total, block),)](
-        out, partial, bias, residual, peers.buffers, peers.inbox, peers.outbox, peers.calls, total // 8,
-        SIZE=partial.shape[-1], RANK=peers.rank, RANKS=ranks, LANES=lanes(ranks), BLOCKS=BLOCKS,
-        SLOT=SLOT // partial.itemsize, BIAS=bias is not None, RESIDUAL=residual is not None, BLOCK=block,
-        num_warps=block // 256, **launch_options(partial.device),
+    ranks, total, itemsize = len(peers.buffers), partial.numel(), partial.itemsize
+    out, block = torch.empty_like(partial), _SIZES[-1]
+    tensors = out, partial, bias, residual, *peers[1:]
+    same = {
+        "SIZE": partial.shape[-1], "RANK": peers.rank, "RANKS": ranks, "LANES": lanes(ranks), "BLOCKS": BLOCKS,
+        "BIAS": bias is not None, "RESIDUAL": residual is not None, **launch_options(partial.device),
+    }  # fmt: skip
+    if partial.nbytes <= SLOT and total <= BLOCKS * block:
+        block = next(size for size in _SIZES if triton.cdiv(total, size) <= BLOCKS)
+        _peer_sum_kernel[(triton.cdiv(total, block),)](
+            *tensors, total // 8, SLOT=SLOT // itemsize, BLOCK=block, num_warps=block // 256, **same
+        )
+        return out
+    tiles = triton.cdiv(total, block * ranks)
+    _peer_share_kernel[(min(tiles, BLOCKS),)](
+        *tensors, total // 8, tiles, PARTS=2 * SLOT // itemsize, SHARES=(2 * SLOT + SHARED) // itemsize, BLOCK=block,
+        num_warps=block // 256, **same,
     )  # fmt: skip
     return out
 
