@@ -76,8 +76,9 @@ class GroupGemmOps(GemmOps):
         self.side: LateSideWork | None = None
 
     def gemms(
-        self, weight: Tensor | PackedGroups | Fp8Blocks, bias: Tensor | None = None, deterministic: bool = False
-    ) -> list[Gemm]:
+        self, weight: Tensor | PackedGroups | Fp8Blocks, bias: Tensor | None = None, deterministic: bool = False,
+        whole: int = 0,
+    ) -> list[Gemm]:  # fmt: skip
         if isinstance(weight, Tensor):
             return dense_gemms(weight, RowByRow(), None, 0, deterministic)
         if isinstance(weight, Fp8Blocks):

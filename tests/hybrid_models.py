@@ -278,17 +278,20 @@ def whole_logits(model: DecoderModel, ids: Tensor) -> Tensor:
     return model.logits(model(ids, torch.arange(len(ids)), Causal(1, len(ids)))[0])
 
 
-def on_ranks(path: Path, ops: TorchOps, ids: Tensor, expert_parallel: bool = False, size: int = 2, **kw: Any) -> Tensor:
+def on_ranks(
+    path: Path, ops: TorchOps, ids: Tensor, expert_parallel: bool = False, size: int = 2, invariant: bool = False,
+    dtype: torch.dtype = torch.float32, **kw: Any,
+) -> Tensor:  # fmt: skip
     """The logits of a packed model that is spread over so many ranks, which agree on them. kw: as `load_model` has
     them."""
 
     def share(ranks: Ranks) -> Tensor:
-        model = load_model(path, torch.float32, "cpu", ranks=ranks, **kw)
+        model = load_model(path, dtype, "cpu", ranks=ranks, **kw)
         model.pack(ops)
         return whole_logits(model, ids)
 
     with ThreadPoolExecutor(size) as pool:
-        one, *others = pool.map(share, meet(size, expert_parallel))
+        one, *others = pool.map(share, meet(size, expert_parallel, invariant))
     assert all(torch.equal(one, other) for other in others)
     return one
 

@@ -62,7 +62,7 @@ class InOut(Mixer):
         super().__init__()
         self.pool_layer = place.pool_layer
         self.into = place.linear(rows)
-        self.out = place.out(width)
+        self.out = place.out("out", width)
 
     def linears(self) -> list[Linear]:
         return [self.into, self.out]
@@ -174,7 +174,7 @@ class DeltaNet(Mixer):
             place.linear(size)
             for size in (spec.channels, config.width, 32)  # as many as one tile of a product has
         )
-        self.out = place.out(config.width)
+        self.out = place.out("out", config.width)
         self.conv = nn.Parameter(torch.zeros(spec.channels, spec.conv_width, dtype=place.dtype, device=place.device))
         self.decay, self.dt_bias = (nn.Parameter(torch.zeros(self.heads, device=place.device)) for _ in range(2))
         self.norm = nn.Parameter(torch.ones(spec.value_dim, device=place.device))

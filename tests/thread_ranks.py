@@ -29,9 +29,9 @@ class Meeting:
 
 
 class ThreadRanks(Ranks):
-    def __init__(self, meeting: Meeting, rank: int, expert_parallel: bool) -> None:
+    def __init__(self, meeting: Meeting, rank: int, expert_parallel: bool, invariant: bool = False) -> None:
         self.size, self.rank, self._meeting = len(meeting.brought), rank, meeting
-        self.expert_parallel = expert_parallel
+        self.expert_parallel, self.invariant = expert_parallel, invariant
 
     def gather(self, x: Tensor) -> Tensor:
         self._meeting.brought[self.rank] = x
@@ -41,9 +41,9 @@ class ThreadRanks(Ranks):
         return found
 
 
-def meet(size: int = 2, expert_parallel: bool = False) -> list[Ranks]:
+def meet(size: int = 2, expert_parallel: bool = False, invariant: bool = False) -> list[Ranks]:
     meeting = Meeting(size)
-    return [ThreadRanks(meeting, rank, expert_parallel) for rank in range(size)]
+    return [ThreadRanks(meeting, rank, expert_parallel, invariant) for rank in range(size)]
 
 
 def shares_of(model: DecoderModel, ops: Any, size: int = 2, expert_parallel: bool = False) -> list[DecoderModel]:

@@ -168,7 +168,7 @@ def test_a_gpu_has_kernels_by_rows(
     inputs: int, outputs: int, deterministic: bool, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ops, kernels = TorchOps(CPU), (Named(FEW), Named(SOME), 192)
-    monkeypatch.setattr(ops, "gemms", lambda weight, bias, exact: dense_gemms(weight, *kernels, exact))
+    monkeypatch.setattr(ops, "gemms", lambda weight, bias, exact, whole: dense_gemms(weight, *kernels, exact))
     linear = Linear(inputs, outputs, False, torch.bfloat16, CPU)
     monkeypatch.setattr(F, "linear", lambda x, weight, bias: x.new_full((len(x), len(weight)), TORCH))
     linear.pack(ops, PackMode(deterministic=deterministic))

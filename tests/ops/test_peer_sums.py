@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -34,6 +36,9 @@ class World:
         return self.memory[rank][len(self.memory) * BLOCKS + offset // 8 :].view(like.dtype)[: like.numel()]
 
     def sums(self, parts: list[Tensor], bias: Tensor | None, residual: Tensor | None) -> list[Tensor]:
+        return self.on_each(parts, lambda peers, part: peer_sums.sum_rows(peers, part, bias, residual))
+
+    def on_each(self, parts: list[Tensor], call: Callable[[Peers, Tensor], Tensor]) -> list[Tensor]:
         """A call on each rank, in turn."""
         self.calls += 1
         blocks = -(-parts[0].numel() // 1024)
@@ -44,7 +49,7 @@ class World:
             for later in range(rank + 1, len(parts)):
                 self.signals(rank)[later, :blocks] = self.calls
             self.slot(rank, self.calls, parts[rank]).zero_()  # its own call writes it
-            found.append(peer_sums.sum_rows(peers, parts[rank], bias, residual))
+            found.append(call(peers, parts[rank]))
             assert torch.equal(self.slot(rank, self.calls, parts[rank]), parts[rank].view(-1))
             received = [self.signals(other)[rank, :blocks] for other in range(len(parts)) if other != rank]
             assert all(bool((one == self.calls).all()) for one in received)
@@ -105,6 +110,17 @@ def test_more_rows_are_added_in_shares(ranks: int, rows: int, device: torch.devi
         sums = world.sums if count < 60 else world.sums_in_shares
         expected = PLAIN.sum_parts(parts, bias, residual)
         assert all(torch.equal(found, expected) for found in sums([*parts], bias, residual)), call
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive), 4])
+def test_all_ranks_get_what_each_has_side_by_side(ranks: int, device: torch.device) -> None:
+    """Between sums, with which they share buffers and signals."""
+    world, generator = World(ranks, device), torch.Generator(device).manual_seed(ranks)
+    for rows, size in [(1, 576), (5, 200), (9, 576), (2, 12)]:  # 1 to 6 blocks
+        parts = [*torch.randn(ranks, rows, size, generator=generator, device=device).half()]
+        assert all(torch.equal(one, torch.cat(parts, 1)) for one in world.on_each(parts, peer_sums.side_by_side))
+        expected = PLAIN.sum_parts(torch.stack(parts), None, None)
+        assert all(torch.equal(found, expected) for found in world.sums(parts, None, None))
 
 
 def test_half_types_are_rounded_once(device: torch.device) -> None:

@@ -29,6 +29,7 @@ from draftwing.errors import CheckpointError, ConfigError, DraftwingError
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.layers.linear_ops.parallel import joined
 from draftwing.models.config import ModelConfig
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
@@ -36,6 +37,7 @@ from draftwing.ops.gemm.stored import BlockRows, QuantizedRows
 from draftwing.ops.peer_sums.memory import NoPeers, PeerMemory
 from draftwing.ops.table import PLAIN
 from draftwing.parallel import group
+from draftwing.parallel.columns import Columns, every_rank
 from draftwing.parallel.cut import Cut
 from draftwing.parallel.group import Group, Rendezvous
 from draftwing.parallel.ranks import ALONE, Absent, Ranks, Share
@@ -69,8 +71,8 @@ def test_columns_are_joined_whatever_their_number(whole: int, size: int) -> None
     x = torch.arange(3 * whole).view(3, whole)
 
     def join(ranks: Ranks) -> Tensor:
-        share = ranks.share(whole)
-        return ranks.gather_columns(x[:, share.start : share.start + share.size], share)
+        share, columns = ranks.share(whole), Columns.of_shares([each.share(whole) for each in every_rank(ranks)])
+        return joined(ranks, x[:, share.start : share.start + share.size], columns, PLAIN)
 
     assert all(torch.equal(found, x) for found in on_all(join, size))
 

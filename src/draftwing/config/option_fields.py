@@ -107,6 +107,11 @@ class OptionFields:
         False, MODEL, "each rank of --tp-size has some experts whole, in place of a share of every one",
         aliases=("expert_parallel",),
     )  # fmt: skip
+    enable_tp_invariance: bool = option(
+        False, MODEL,
+        "the same text for each --tp-size that it is given with, also 1: no product is cut along its inputs, which "
+        "takes more exchanges between ranks; implies --enable-deterministic-inference",
+    )  # fmt: skip
     context_length: int | None = option(
         None, MODEL, "most tokens of prompt and answer (default: the model's)", aliases=("max_model_len",), minimum=2,
         common=True,

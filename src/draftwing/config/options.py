@@ -45,6 +45,9 @@ OPPOSITES = (
     ("enable_overlap", "disable_overlap_schedule"),
     ("enable_mixed_chunk", "disable_mixed_chunk"),
     ("enable_deterministic_inference", "fast_numerics"),
+    ("enable_tp_invariance", "fast_numerics"),
+    ("enable_tp_invariance", "enable_torch_compile"),
+    ("enable_tp_invariance", "enable_expert_parallel"),
 )
 IDLE_FOR_ENCODERS = ("prefix_cache_dir", "hicache_size", "enable_torch_compile", "torch_compile_max_bs")
 IDLE_WITHOUT_CUDA = ("cuda_graph_max_bs", "enable_torch_compile", "torch_compile_max_bs", "fast_numerics")

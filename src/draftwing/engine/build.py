@@ -52,7 +52,7 @@ from draftwing.models.heads.config import drafts_in_parallel
 from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.loader import load_config, mapped_bytes
 from draftwing.parallel.group import join
-from draftwing.parallel.ranks import ALONE, Absent, Ranks
+from draftwing.parallel.ranks import Absent, Alone, Ranks
 from draftwing.sched.policy.choice import Mixes
 from draftwing.sched.policy.cost import StepCost
 from draftwing.sched.policy.shape_policy import FixedShape, ShapePolicy, TreePolicy
@@ -151,7 +151,7 @@ def build(
     options, token_ids = token_map(options, config.vocab_size, device, tokenizer)  # before anything large
     ahead = None
     broadcast: RankBroadcast = SINGLE_RANK
-    ranks: Ranks = ALONE
+    ranks: Ranks = Alone(options.enable_tp_invariance)
     compute = device.ops.compute_capability
     device.ops.hash_kernels()
     if compute is not None:
@@ -222,6 +222,8 @@ def _for_engine(
 def with_numerics(options: Options, device: Device) -> Options:
     """Returns options with the numerics that the device has. Raises ConfigError where the text has to be independent of
     the batch and cannot be."""
+    if options.enable_tp_invariance:
+        options = replace(options, enable_deterministic_inference=True)
     strict, replays = options.enable_deterministic_inference, options.replay_interval > 0
     if not options.deterministic and (strict or replays):
         what = "--enable-deterministic-inference" if strict else "--replay-interval, whose answers are to be the same,"
@@ -257,7 +259,8 @@ def build_rank(setup: Setup, loaded: Callable[[], None]) -> Executor:
     config = load_config(setup.path)
     precision = pick_precision(options, device, config.dtype, config.quantization is not None)
     where = device.device, device.collectives
-    ranks = join(setup.port, options.tp_size, setup.rank, *where, options.enable_expert_parallel)
+    kinds = options.enable_expert_parallel, options.enable_tp_invariance
+    ranks = join(setup.port, options.tp_size, setup.rank, *where, *kinds)
     model = load_with_progress(setup.path, precision, device, options, ranks)
     loaded()
     token_ids = None if setup.token_ids is None else torch.tensor(setup.token_ids)
@@ -270,7 +273,7 @@ def spread(options: Options, config: ModelConfig, device: Device) -> Options:
     size = options.tp_size
     if options.enable_expert_parallel and config.experts is None:
         raise ConfigError("--enable-expert-parallel: expected a model with experts; this one has none, leave it out")
-    config.spread(Absent(size, expert_parallel=options.enable_expert_parallel))
+    config.spread(Absent(size, 0, options.enable_expert_parallel, options.enable_tp_invariance))
     if device.count < size:
         raise ConfigError(f"--tp-size {size}: expected as many GPUs, found {device.count}")
     if options.enable_torch_compile:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Options that can change a text. Those that name code or files of a machine are left to who checks a receipt.
 TEXT_OPTIONS: Final = (
     "dtype", "quantization", "kv_cache_dtype", "fp8_activations", "tp_size", "enable_expert_parallel",
-    "fast_numerics", "enable_torch_compile", "constrained_json_whitespace_pattern",
+    "enable_tp_invariance", "fast_numerics", "enable_torch_compile", "constrained_json_whitespace_pattern",
     "constrained_json_disable_any_whitespace",
 )  # fmt: skip
 _CONFIGS: Final = ("config.json", "generation_config.json", "hf_quant_config.json")

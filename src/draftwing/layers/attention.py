@@ -13,11 +13,13 @@ from draftwing.kv.pool import KVSpec
 from draftwing.layers.block_indexer import BlockIndexConfig, BlockIndexer
 from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes, own_heads
 from draftwing.layers.linear import Linear
+from draftwing.layers.linear_ops.parallel import joined
 from draftwing.layers.norm import BareNorm, RMSNorm, row_squares
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import AttentionKind, HeadNorms, HeadShape
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.rope.spec import rotate
+from draftwing.parallel.columns import Columns, every_rank
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
@@ -39,7 +41,8 @@ class AttentionConfig(MixerConfig):
     for queries, keys and values; by_head: in which those of a head lie together.  scaled_queries: whether the
     rotary embedding scales queries by their position, see `RopeConfig.query_beta`.  norms_after: whether heads are
     normed when they are turned, not before.  bare_norms: whether norms of heads have no weights.  index: what picks
-    the blocks of tokens that a query attends to, None: it attends to all.
+    the blocks of tokens that a query attends to, None: it attends to all.  normed: where `whole_norms` are taken of
+    what is gathered of all ranks, which columns each has of queries, and of keys, and the first of this one.
     """
 
     heads: int
@@ -68,6 +71,7 @@ class AttentionConfig(MixerConfig):
     bare_norms: bool = False
     chunk: int = 0
     index: BlockIndexConfig | None = None
+    normed: tuple[tuple[Columns, int], ...] = ()
 
     @property
     def rotates(self) -> tuple[int, int] | None:
@@ -118,7 +122,19 @@ class AttentionConfig(MixerConfig):
                 f"of which it has norms, and divides its {self.kv_heads} key/value heads or is a multiple of them; "
                 f"found {size}"
             )
-        return replace(self, heads=len(heads), kv_heads=len(keys))
+        normed = self._gathered(ranks) if self.whole_norms and ranks.invariant else ()
+        return replace(self, heads=len(heads), kv_heads=len(keys), normed=normed)
+
+    def _gathered(self, ranks: Ranks) -> tuple[tuple[Columns, int], ...]:
+        """Returns `normed` of so many ranks."""
+        size, every = self.head_dim, [self._own(each) for each in every_rank(ranks)]
+        return tuple(
+            (
+                Columns.of_shares([Share(part[at].start * size, len(part[at]) * size, count * size) for part in every]),
+                every[ranks.rank][at].start * size,
+            )
+            for at, count in enumerate((self.heads, self.kv_heads))
+        )
 
     def _own(self, ranks: Ranks) -> tuple[range, range]:
         """Returns the heads of queries, and of keys and values, that one rank has."""
@@ -151,7 +167,8 @@ class AttentionConfig(MixerConfig):
             cut = Cut(0, Share(heads.start, len(heads), self.heads)) if ranks.size > 1 else None
             parts.append(StoredVector("self_attn.sinks", "sinks", len(heads), cut))
         if self.qk_norm and not self.bare_norms:
-            parts += self._stored_norms(heads, keys)
+            all_heads = self.whole_norms and ranks.invariant
+            parts += self._stored_norms(*((range(self.heads), range(self.kv_heads)) if all_heads else (heads, keys)))
         return parts if self.index is None else [*parts, *self.index.stored()]
 
     def _stored_as_one(self, queries: tuple[Share, Order | None], keys: tuple[Share, Order | None]) -> StoredMatrix:
@@ -243,6 +260,9 @@ class Attention(Mixer):
         wide, eps = layer.norm.dtype(dtype), layer.norm.eps
         has_k_norm = config.qk_norm and not self.reads_others
         q_size, k_size = (q_rows, k_rows) if config.whole_norms else (self.head_dim, self.head_dim)
+        self._normed = config.normed
+        if config.normed:
+            q_size, k_size = (columns.whole for columns, _ in config.normed)
         norm = BareNorm if config.bare_norms else RMSNorm
         self.q_norm = norm(q_size, eps, wide, device) if config.qk_norm else None
         self.k_norm = norm(k_size, eps, wide, device) if has_k_norm else None
@@ -252,7 +272,7 @@ class Attention(Mixer):
         assert not (config.gate_rows and config.qkv_bias)  # nobody would fill those of gates
         assert not self.v_norm or (has_k_norm and not self.whole_norms)
         assert not self.values_are_keys or self.v_norm or self.reads_others
-        self.o = place.out(q_rows, config.o_bias)
+        self.o = place.out("o", q_rows, config.o_bias)
         # In float32: they join scores, which are.
         self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32, device=device)) if config.sinks else None
         self._window, self._chunk, self._scalar, self._cap = config.window, config.chunk, config.scalar, config.cap
@@ -325,6 +345,11 @@ class Attention(Mixer):
         both = [(self.k_norm, k)] if q.shape[1] == 0 else [(self.q_norm, copied(q)), (self.k_norm, k)]
         if self._ranks.size == 1:
             return self.ops.concat_columns(*(norm(x) for norm, x in both), v)
+        if self._normed:
+            own = []
+            for (norm, x), (columns, first) in zip(both, self._normed[-len(both) :], strict=True):
+                own.append(norm(joined(self._ranks, x, columns, self.ops))[:, first : first + x.shape[1]])
+            return copied(*own, v)
         squares = torch.cat([row_squares(self.ops, x) for _, x in both], 1)  # [M, 1 or 2]
         sums = self.ops.sum_parts(self._ranks.gather(squares), None, None)
         normed = []

@@ -16,9 +16,11 @@ from draftwing.kv.pool import DeltaSpec, SlotSpec, StateSpec
 from draftwing.layers.linear import Linear, row_parallel
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.layers.linear_ops.parallel import JoinedOutputs
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.experts.routing import Routing
 from draftwing.ops.table import PLAIN, LayerOps
+from draftwing.parallel.columns import Columns, every_rank
 from draftwing.parallel.cut import Cut, Order
 from draftwing.parallel.ranks import ALONE, Absent, Ranks, Share
 
@@ -212,7 +214,8 @@ class LayerConfig:
     none.  scaled: whether its output has a factor.  normed_residual: whether mixer and MLP add to what they read, not
     to the stream before its norm.  streams: in place of one residual stream (`layers.streams`).
     ngram: what it adds to them first, beside a mixer that keeps its state by row.  weight_format: of its matrices, see
-    `ModelConfig.spread`.
+    `ModelConfig.spread`.  inputs: of the matrices whose inputs are gathered, by their name in the layer, what each rank
+    has of these; none but where results have the bits of one rank.
     """
 
     hidden: int
@@ -234,6 +237,7 @@ class LayerConfig:
     ngram: NgramConfig | None = None
     weight_format: WeightFormat = DENSE
     ranks: Ranks = ALONE
+    inputs: tuple[tuple[str, Columns], ...] = ()
 
     @property
     def mixes(self) -> bool:
@@ -297,7 +301,7 @@ class LayerConfig:
         cannot be spread over so many."""
         size = ranks.size
         if size == 1:
-            return self
+            return replace(self, ranks=ranks) if ranks.invariant else self
         mixer, experts, kind = self.mixer.spread(ranks), self.experts, "intermediate size"
         widths = [self.ffn]
         if experts is not None:
@@ -311,7 +315,35 @@ class LayerConfig:
                 raise ConfigError(
                     f"--tp-size {size}: expected a number that divides the model's {kind} of {width}; found {size}"
                 )
-        return replace(self, mixer=mixer, ffn=width_share(ranks, self.ffn).size, experts=experts, ranks=ranks)
+        inputs = self._gathered(ranks) if ranks.invariant else ()
+        ffn = width_share(ranks, self.ffn).size
+        return replace(self, mixer=mixer, ffn=ffn, experts=experts, ranks=ranks, inputs=inputs)
+
+    def _gathered(self, ranks: Ranks) -> tuple[tuple[str, Columns], ...]:
+        """Returns `inputs` of so many ranks."""
+        every, runs = every_rank(ranks), dict[str, list[Sequence[tuple[int, int]]]]()
+        whole = dict[str, int]()
+        for each in every:
+            for part in self.mixer.stored(self.hidden, each):
+                if isinstance(part, StoredMatrix) and part.reads_columns:
+                    runs.setdefault(part.param, []).append(part.runs)
+                    whole[part.param] = part.cut.share.whole if part.order is None else part.order.whole
+        found = [(name, Columns.of(runs[name], whole[name])) for name in runs]
+        experts = self.experts
+        widths = {"mlp": self.ffn} | ({} if experts is None else {"experts": experts.ffn, "shared": experts.shared})
+        shares = ((name, [width_share(each, width) for each in every]) for name, width in widths.items() if width)
+        return (*found, *((name, Columns.of_shares(of_ranks)) for name, of_ranks in shares))
+
+    def last_matrix(self, name: str, inputs: int, bias: bool, dtype: torch.dtype, device: torch.device) -> Linear:
+        """Makes a matrix whose outputs are the layer's, and of whose inputs this rank has so many. name: as `inputs`
+        has it."""
+        columns, form = dict(self.inputs).get(name), self.weight_format
+        if columns is None:
+            return row_parallel(Linear(inputs, self.hidden, bias, dtype, device, form), self.ranks)
+        joins = JoinedOutputs(self.ranks, columns, self.hidden)
+        linear = Linear(columns.whole, joins.share.size, bias, dtype, device, form)
+        linear.joins = joins
+        return linear
 
 
 class StoredMatrix(NamedTuple):
@@ -325,6 +357,24 @@ class StoredMatrix(NamedTuple):
     cut: Cut  # what of it this rank reads
     order: Order | None = None  # of what is read, in place of a cut
     of_heads: bool = False  # its format is `blocks_or_dense`
+
+    @property
+    def reads_columns(self) -> bool:
+        """Returns whether a rank has some of its columns, of all rows."""
+        return self.cut.axis == 1 or (self.order is not None and self.order.axis == 1)
+
+    @property
+    def runs(self) -> Sequence[tuple[int, int]]:
+        """Returns which columns or rows a rank has, in their order."""
+        return (self.cut.share[:2],) if self.order is None else self.order.runs
+
+    def by_outputs(self, ranks: Ranks) -> StoredMatrix:
+        """Returns it with some rows of all columns, where it has some columns of all rows and ranks want the bits of
+        one."""
+        if not ranks.invariant or ranks.size == 1 or not self.reads_columns:
+            return self
+        share = ranks.output_share(self.rows)
+        return self._replace(rows=share.size, cut=Cut(0, share), order=None)
 
 
 class StoredVector(NamedTuple):
@@ -385,6 +435,7 @@ class Placement(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     in_size: int
+    prefix: str = ""  # of the names of its parts, in the layer's mixer
 
     def linear(self, outputs: int, inputs: int = 0, bias: bool = False) -> Linear:
         """Makes a matrix in the layer's format. inputs: 0: those of the mixer."""
@@ -394,9 +445,9 @@ class Placement(NamedTuple):
         """Makes a parameter in float32."""
         return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self.device), False)
 
-    def out(self, inputs: int, bias: bool = False) -> Linear:
-        """Makes the last matrix, whose outputs are the layer's: sums over the ranks."""
-        return row_parallel(self.linear(self.layer.hidden, inputs, bias), self.layer.ranks)
+    def out(self, name: str, inputs: int, bias: bool = False) -> Linear:
+        """Makes the last matrix, which the mixer has by this name. Its outputs are the layer's, of all ranks."""
+        return self.layer.last_matrix(f"{self.prefix}{name}", inputs, bias, self.dtype, self.device)
 
 
 class MixerConfig(ABC):

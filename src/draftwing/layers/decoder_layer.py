@@ -110,8 +110,8 @@ class DecoderLayer(nn.Module):
     def weights(self) -> LayerWeights | None:
         """Returns what `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts
         or no gate, GELU, wide norms, LayerNorm or four norms, capped scores, chunks, a factor of what it adds,
-        something behind its MLP, or a mixer that is no attention with keys and values of its own, no gate and no norms
-        but those of heads of queries and keys."""
+        something behind its MLP, products that ranks join, or a mixer that is no attention with keys and values of its
+        own, no gate and no norms but those of heads of queries and keys."""
         attention, mlp = self.mixer, self.mlp
         if not isinstance(mlp, GatedMLP) or mlp.gelu or self._wide_norms or self._centred:
             return None
@@ -125,6 +125,8 @@ class DecoderLayer(nn.Module):
         if attention.scaled_queries or attention.norms_after or kind.cap or kind.chunk or attention.index is not None:
             return None
         linears = self.linears()
+        if any(linear.joins is not None for linear in linears):
+            return None
         own = self.attn_norm is not None and attention.qkv.in_features == attention.o.out_features
         return LayerWeights(
             pool_layer=attention.pool_layer,

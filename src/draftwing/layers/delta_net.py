@@ -171,7 +171,7 @@ class GatedDeltaNet(DeltaMixer):
         self.qkvz = place.linear(spec.channels + config.made)
         self.ba: Linear | None = place.linear(2 * spec.value_heads)
         self.before_attention = 2
-        self.out = place.out(config.made)
+        self.out = place.out("out", config.made)
         self.conv, self.norm = wide(spec.channels, 1, spec.conv_width), wide(spec.value_dim)
         self.decay, self.dt_bias = wide(spec.value_heads), wide(spec.value_heads)
 

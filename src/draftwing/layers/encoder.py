@@ -78,7 +78,7 @@ class EncoderAttention(Mixer):
         super().__init__()
         self.pool_layer, self._heads, size = place.pool_layer, config.heads, config.heads * config.head_dim
         self.qkv = place.linear(3 * size, bias=True)
-        self.o = place.out(size, bias=True)
+        self.o = place.out("o", size, bias=True)
 
     def linears(self) -> list[Linear]:
         return [self.qkv, self.o]

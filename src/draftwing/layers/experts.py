@@ -17,6 +17,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, Dense, as_dense
 from draftwing.layers.linear_ops.groups import dequantised
+from draftwing.layers.linear_ops.parallel import JoinedOutputs
 from draftwing.layers.mlp import GatedMLP, UngatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.ops.experts.routing import ExpertGemm, MixtureWeights, Routed, WholeMixture
@@ -43,6 +44,7 @@ class ExpertMLP(nn.Module):
         assert experts is not None and (config.activation == "silu" or not experts.limit)
         assert not experts.scales_inputs or (experts.routing.top_k == 1 and experts.routing.renormalise)
         self.experts, self._ranks, self._gelu = experts, config.ranks, config.activation == "gelu"
+        self._alone = config.ranks.size == 1 and not config.ranks.invariant  # no other ranks do the same in other ways
         self.router = Router(hidden, experts.count, experts.router_bias, dtype, device, experts.wide_router)
         self.correction: nn.Parameter | None = None
         if experts.routing.has_correction:
@@ -51,7 +53,10 @@ class ExpertMLP(nn.Module):
         count = len(experts.held)
         made, self._gated, size = experts.ffn * (2 if config.gated else 1), config.gated, experts.latent or hidden
         self.gate_up = ExpertLinear(size, made, count, experts.bias, dtype, device, form)
-        self.down = ExpertLinear(experts.ffn, size, count, experts.bias, dtype, device, form)
+        columns = dict(config.inputs).get("experts")
+        joins = self._joins = None if columns is None else JoinedOutputs(config.ranks, columns, size)
+        sizes = (experts.ffn, size) if joins is None else (joins.inputs, joins.share.size)
+        self.down = ExpertLinear(*sizes, count, experts.bias, dtype, device, form)
         self.into, self.back = (
             Linear(*sizes, False, dtype, device, form) if experts.latent else None
             for sizes in ((hidden, size), (size, hidden))
@@ -60,7 +65,9 @@ class ExpertMLP(nn.Module):
         self.scale = nn.Parameter(torch.ones(count, dtype=dtype, device=device)) if experts.beside else None
         self.shared: GatedMLP | UngatedMLP | None = None
         if experts.shared:
-            beside = replace(config, experts=None, ffn=experts.shared, weight_format=form)  # which it may join
+            inputs = tuple(("mlp", found) for name, found in config.inputs if name == "shared")
+            # Which it may join.
+            beside = replace(config, experts=None, ffn=experts.shared, weight_format=form, inputs=inputs)
             self.shared = (GatedMLP if config.gated else UngatedMLP)(beside, dtype, device)
         self.shared_gate: nn.Parameter | None = None
         if experts.shared_gate:
@@ -76,7 +83,7 @@ class ExpertMLP(nn.Module):
         and its gate an output of the router, where the device is faster then and weights lie alike; before the parts
         are packed."""
         shared, experts = self.shared, self.experts
-        if shared is None or not ops.merges_matrices or self._ranks.size > 1 or experts.shared % experts.ffn:
+        if shared is None or not ops.merges_matrices or not self._alone or experts.shared % experts.ffn:
             return
         if experts.latent or experts.scales_inputs:
             return
@@ -98,11 +105,13 @@ class ExpertMLP(nn.Module):
     def pack(self, ops: LayerOps, mode: PackMode) -> None:
         """Takes what the packed parts give."""
         self._ops, self._exact = ops, mode.deterministic
+        if self._joins is not None:
+            self._joins.use(ops)
         self._small = not (self.gate_up.keeps_bits_in_large_tiles and self.down.keeps_bits_in_large_tiles)
         if isinstance(self.shared, UngatedMLP):
             self.shared.pack(ops)
         gate_up, down = self.gate_up.each_gemm(), self.down.each_gemm()
-        known = self._ranks.size == 1 and not self.experts.scales_inputs
+        known = self._alone and not self.experts.scales_inputs
         if ops.whole_mixture is not None and gate_up and down and known:
             router = self.router.dense_weight(), self.router.bias, self.correction
             more = (self.gate_up.bias, self.down.bias), self.experts.routing, self.experts.limit
@@ -121,27 +130,32 @@ class ExpertMLP(nn.Module):
         -> [M, hidden]"""
         residual = self._with_shared(x, residual)
         if self.into is not None and self.back is not None:
-            made = self.back(self._of_latents(self.into(x), x), residual if self._ranks.size == 1 else None)
-            return made if self._ranks.size == 1 else self._ranks.sum_rows(made, None, residual, self._ops)
+            made = self.back(self._own_sum(self.into(x), x, None), None if self._sums else residual)
+        else:
+            made = self._own_sum(x, by, None if self._sums else residual)
+        return self._ranks.sum_rows(made, None, residual, self._ops) if self._sums else made
+
+    @property
+    def _sums(self) -> bool:
+        """Returns whether the result is a sum over ranks."""
+        return self._ranks.size > 1 and self._joins is None
+
+    def _own_sum(self, x: Tensor, by: Tensor | None, residual: Tensor | None) -> Tensor:
+        """x [M, size], by [M, hidden] or None, residual [M, size] -> [M, size]: of what this rank has of the experts,
+        or of all of them."""
         if self._whole is not None:
             return self._whole(x, residual, self.scatter, by)
         inner, routed = self._inner(x, by)
-        if self._ranks.size == 1:
-            return self._ops.mix(self.down(inner, routed), routed, residual)
-        # Which the sum over ranks has once.
+        if self._joins is not None:
+            made = self.down(self._joins.all_inputs(inner), routed)
+            return self._joins.all_outputs(self._ops.mix(made, routed, self._joins.own(residual)))
+        # A sum over ranks has the bias once.
         outs = self.down(inner, routed, with_bias=self._ranks.rank == 0 or self.experts.own is not None)
-        return self._ranks.sum_rows(self._ops.mix(outs, routed, None), None, residual, self._ops)
-
-    def _of_latents(self, x: Tensor, by: Tensor) -> Tensor:
-        """x [M, latent], by [M, hidden] -> [M, latent], of this rank"""
-        if self._whole is not None:
-            return self._whole(x, None, self.scatter, by)
-        inner, routed = self._inner(x, by)
-        return self._ops.mix(self.down(inner, routed), routed, None)
+        return self._ops.mix(outs, routed, residual)
 
     def mixes_under_norms(self, scale: float) -> bool:
         """Returns whether `under` takes such a scale: not where the expert of all rows is added by itself."""
-        known = self._ranks.size == 1 and self.into is None and self._ops.mixes_under_norms
+        known = self._alone and self.into is None and self._ops.mixes_under_norms
         return known and (scale == 1 or self.shared is None)
 
     def under(self, norm: RMSNorm, x: Tensor, residual: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -262,6 +276,7 @@ class Router(Linear):
         if self.bias is not None:
             self.bias = nn.Parameter(torch.cat((self.bias, self.bias.new_zeros(_MORE_OUTPUTS))), False)
         self.out_features += _MORE_OUTPUTS
+        self.whole_features += _MORE_OUTPUTS
 
 
 class EachLogit(Dense):

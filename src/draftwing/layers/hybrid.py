@@ -57,7 +57,8 @@ class Hybrid(Mixer):
     def __init__(self, config: HybridConfig, place: Placement) -> None:
         super().__init__()
         self.pool_layer = place.pool_layer
-        self.attention, self.net = Attention(config.attention, place), Mamba2(config.net, place)
+        self.attention = Attention(config.attention, place._replace(prefix="attention."))
+        self.net = Mamba2(config.net, place._replace(prefix="net."))
 
     def use(self, ops: LayerOps) -> None:
         super().use(ops)

@@ -115,7 +115,7 @@ class Kda(DeltaMixer):
         self.decay_up = place.linear(config.wide, between)
         self.gate_up = place.linear(config.wide, between)
         self.before_attention = 4
-        self.out, wide = place.out(config.wide), place.wide
+        self.out, wide = place.out("out", config.wide), place.wide
         self.conv, self.norm = wide(self.spec.channels, 1, config.conv_width), wide(config.head_dim)
         self.decay, self.dt_bias = wide(config.heads), wide(config.wide)
 

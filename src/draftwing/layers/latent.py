@@ -243,7 +243,7 @@ class LatentAttention(Mixer):
         self.key_up = HeadLinear(config.plain, config.latent, heads, dtype, device, form)
         self.value_up = HeadLinear(config.latent, config.values, heads, dtype, device, form)
         self.gate = place.linear(heads) if config.gated else None
-        self.o = place.out(heads * config.values, config.bias)
+        self.o = place.out("o", heads * config.values, config.bias)
         self.kind = AttentionKind(scalar=config.plain + config.turned, values=config.latent)
         self.index: Indexer | None = None
         if config.index is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from draftwing.layers.adapters import AdaptedWeight
 from draftwing.layers.linear_ops.base import LinearBase, LinearOp, PackMode, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, pack_dense
-from draftwing.layers.linear_ops.parallel import RowParallel, VocabParallel
+from draftwing.layers.linear_ops.parallel import JoinedOutputs, RowParallel, VocabParallel
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
 from draftwing.parallel.ranks import Ranks
@@ -34,11 +34,12 @@ class Linear(LinearBase):
     ) -> None:
         super().__init__()
         self.in_features = in_features
-        self.out_features = out_features
+        self.out_features = self.whole_features = out_features
         self.op: LinearOp = weight_format.create(self, dtype, device)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), False) if bias else None
         # What ranks make of the packed operation.
         self.wrap_packed: Callable[[LinearOp, LayerOps], LinearOp] | None = None
+        self.joins: JoinedOutputs | None = None  # what is gathered before and behind it
         self.adapted: AdaptedWeight | None = None  # what adapters add, where there may be some
         self._ops = PLAIN
         self._packed = False
@@ -48,6 +49,8 @@ class Linear(LinearBase):
         the device has no GEMM for."""
         if not self._packed:
             self._ops, self._packed = ops, True
+            if self.joins is not None:
+                self.joins.use(ops)
             mode = mode or PackMode()
             self.op = self.op.packed(ops, mode) or pack_dense(self, ops, mode)
             if self.wrap_packed is not None:
@@ -59,6 +62,7 @@ class Linear(LinearBase):
         assert self.bias is None and other.bias is None
         self.op.append(other.op)
         self.out_features += other.out_features
+        self.whole_features += other.whole_features
         # Torch would cut the next matrix from the block of the one that was, too small for one of its own kind, and
         # what is left of a cut block can never be given back.
         ops.empty_cache()
@@ -84,14 +88,16 @@ class Linear(LinearBase):
 
         overwrite: once packed, the result may be written into `residual`.
         """
-        if isinstance(x, Fp8Rows) and not self.op.takes_fp8:
+        if isinstance(x, Fp8Rows) and (not self.op.takes_fp8 or self.joins is not None):
             assert x.x is not None
             x = x.x
+        if self.joins is not None:
+            x, residual = self.joins.all_inputs(x), self.joins.own(residual)  # type: ignore[arg-type]
         begun = None if self.adapted is None else self.adapted.begin(x)  # type: ignore[arg-type]  # as `takes_fp8` has it
         y = self.op(x, self.bias, residual, overwrite)  # type: ignore[arg-type]  # quantised where it `takes_fp8`
         if self.adapted is not None:
             self.adapted.add(y, x, begun)  # type: ignore[arg-type]
-        return y
+        return y if self.joins is None else self.joins.all_outputs(y)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
@@ -103,8 +109,9 @@ class Linear(LinearBase):
 
     @property
     def takes_fp8(self) -> bool:
-        """Returns whether its products are of activations in fp8, which may come so: not where adapters read them."""
-        return self.op.takes_fp8 and self.adapted is None
+        """Returns whether its products are of activations in fp8, which may come so: not where adapters read them, nor
+        where they are gathered."""
+        return self.op.takes_fp8 and self.adapted is None and self.joins is None
 
     def gated(self, x: Tensor | Fp8Rows, gelu: bool = False) -> Tensor:
         """x [M, in_features] -> silu(gate) * up, [M, out_features / 2]; the weight makes gates, then ups. gelu: by

@@ -93,6 +93,11 @@ class Mamba2Config(MixerConfig):
                 f"--tp-size {ranks.size}: expected at most {self.groups}, a rank for each group of the model's "
                 f"state-space layers, which have norms before their gates; found {ranks.size}"
             )
+        if self.norm and ranks.invariant:
+            raise ConfigError(
+                f"--enable-tp-invariance: expected a --tp-size of at most {self.groups}, a rank for each group of the "
+                f"model's state-space layers, which have norms; found {ranks.size}"
+            )
         among, group_values = ranks_of_group(ranks, self.groups), self.inner // self.groups
         return replace(self, groups=1, heads=len(heads), among=among, group_values=group_values)
 
@@ -164,7 +169,7 @@ class Mamba2(DeltaMixer):
         self._group_values = config.group_values
         self._inner, self._gates_first = config.inner, config.gates_first
         self.into = place.linear(config.made)
-        self.out = place.out(config.inner)
+        self.out = place.out("out", config.inner)
         channels, wide = self.spec.channels, place.wide
         self.conv, self.conv_bias = wide(channels, 1, config.conv_width), wide(channels) if config.conv_bias else None
         self.decay, self.dt_bias, self.skip = wide(config.heads), wide(config.heads), wide(config.heads)

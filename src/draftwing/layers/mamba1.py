@@ -92,7 +92,7 @@ class Mamba1(Mixer):
         self.into = place.linear(2 * config.channels)
         self.small = place.linear(sum(config.small), config.channels)
         self.step = place.linear(config.channels, config.step_rank)
-        self.out = place.out(config.channels)
+        self.out = place.out("out", config.channels)
         norm = place.layer.norm
         self.norms = nn.ModuleDict(
             {

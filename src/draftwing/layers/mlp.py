@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.layers.config import LayerConfig
-from draftwing.layers.linear import Linear, row_parallel
+from draftwing.layers.linear import Linear
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
 
@@ -23,7 +23,7 @@ class GatedMLP(nn.Module):
         hidden, ffn, bias, form = config.hidden, config.ffn, config.mlp_bias, config.weight_format
         self.gelu = config.activation == "gelu"
         self.gate_up = Linear(hidden, 2 * ffn, bias, dtype, device, form)
-        self.down = row_parallel(Linear(ffn, hidden, bias, dtype, device, form), config.ranks)
+        self.down = config.last_matrix("mlp", ffn, bias, dtype, device)
 
     def forward(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added, and may be overwritten -> [M, hidden]"""
@@ -42,7 +42,7 @@ class UngatedMLP(nn.Module):
         super().__init__()
         hidden, ffn, bias, form = config.hidden, config.ffn, config.mlp_bias, config.weight_format
         self.up = Linear(hidden, ffn, bias, dtype, device, form)
-        self.down = row_parallel(Linear(ffn, hidden, bias, dtype, device, form), config.ranks)
+        self.down = config.last_matrix("mlp", ffn, bias, dtype, device)
         learned, self._activation = config.activation == "xielu", config.activation
         self.xielu = nn.Parameter(torch.zeros(len(XIELU), dtype=torch.float32, device=device)) if learned else None
         self._ops = PLAIN

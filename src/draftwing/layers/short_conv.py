@@ -67,7 +67,7 @@ class ShortConv(Mixer):
         wide = torch.promote_types(place.dtype, torch.float32)
         self.into = place.linear(3 * config.channels)
         self.conv = nn.Parameter(torch.zeros(config.channels, 1, config.width, dtype=wide, device=place.device))
-        self.out = place.out(config.channels)
+        self.out = place.out("out", config.channels)
 
     def linears(self) -> list[Linear]:
         return [self.into, self.out]

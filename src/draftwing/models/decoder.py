@@ -96,6 +96,8 @@ class DecoderModel(nn.Module):
             RMSNorm
         ] = []  # of all layers and the last, where layers give results under the next norm, too
         self._whole: dict[tuple[int, ...], WholeLayers | None] = {}  # by the auxiliary hidden states that are wanted
+        if ranks.invariant and ranks.size > 1:
+            _note_whole(self, DecoderModel(config, dtype, "meta"))
 
     @property
     def ops(self) -> LayerOps:
@@ -393,6 +395,14 @@ def _vocab_matrix(config: ModelConfig, dtype: torch.dtype, device: torch.device,
     rows = ranks.share(config.vocab_size).size
     linear = Linear(config.hidden_size, rows, False, dtype, device, config.vocab_format)
     return vocab_parallel(linear, ranks, config.vocab_size)
+
+
+def _note_whole(share: DecoderModel, whole: DecoderModel) -> None:
+    """Has matrices know how many outputs those of all ranks have together."""
+    both = zip(share.modules(), whole.modules(), strict=True)
+    for one, other in both:
+        if isinstance(one, Linear) and isinstance(other, Linear):
+            one.whole_features = other.out_features
 
 
 def use_between(module: nn.Module, ops: LayerOps) -> None:

@@ -168,6 +168,7 @@ def entries(
             added = layer.norm.offset if part.is_norm else 0.0
             table[name] = ParamSlice(param, part.first, part.rows, 0, part.cut, added, part.order, part.is_log)
             continue
+        part = part.by_outputs(ranks)
         form = blocks_or_dense(config.weight_format) if part.of_heads else config.weight_format
         own = named(form, name, param, part.first, part.rows, part.cut, part.order)
         times = factors.get(part.checkpoint, 1.0)
@@ -207,6 +208,9 @@ def _expert_names(
     experts = whole.spread(ranks)
     names, ffn, hidden = config.family.expert_names, experts.ffn, experts.latent or config.hidden_size
     inner = Share(0, ffn, ffn) if experts.own is not None else width_share(ranks, whole.ffn)
+    joins = ranks.invariant and ranks.size > 1
+    last = Cut(0, ranks.output_share(hidden)) if joins else Cut(1, inner)
+    given = last.share.size if joins else hidden  # outputs
     own = f"{model}.beside.experts" if experts.beside else f"{model}.mlp"
     table = named(DENSE, f"{checkpoint}.{names.router}", f"{own}.router", 0, experts.count)
     if experts.beside:
@@ -216,14 +220,13 @@ def _expert_names(
         some = None if experts.own is None else Cut(0, Share(experts.own.start, len(experts.own), experts.count))
         table[f"{checkpoint}.router.per_expert_scale"] = ParamSlice(f"{own}.scale", 0, len(experts.held), cut=some)
     made = ((names.gate, 0, 2 * ffn), (names.up, ffn, 2 * ffn)) if gated else ((names.up, 0, ffn),)
-    for stored, linear, first, rows, every, axis in (
-        *((stored, "gate_up", first, ffn, every, 0) for stored, first, every in made),
-        (names.down, "down", 0, hidden, hidden, 1),
+    for stored, linear, first, rows, every, cut in (
+        *((stored, "gate_up", first, ffn, every, Cut(0, inner)) for stored, first, every in made),
+        (names.down, "down", 0, given, given, last),
     ):
-        cut = Cut(axis, inner)
         parts = named(config.weight_format, stored, f"{own}.{linear}", first, rows, cut)  # of the first expert
         if experts.bias:
-            of_outputs = cut if axis == 0 and inner.size < inner.whole else None
+            of_outputs = cut if cut.axis == 0 and cut.share.size < cut.share.whole else None
             parts[f"{stored}.bias"] = ParamSlice(f"{own}.{linear}.bias", first, rows, cut=of_outputs)
         for name, part in parts.items():
             for place, expert in enumerate(experts.held):  # thousands of times: `_replace` would take twice as long
@@ -231,14 +234,15 @@ def _expert_names(
                 table[at] = ParamSlice(part.param, first + place * every, part.size, part.axis, part.cut)
     if experts.shared:
         wide = experts.shared
-        share = width_share(ranks, whole.shared)
+        share, out = width_share(ranks, whole.shared), ranks.output_share(config.hidden_size)
+        down = Cut(0, out) if joins else Cut(1, share)
         ups = ((names.gate, "gate_up", 0), (names.up, "gate_up", wide)) if gated else ((names.up, "up", 0),)
-        for stored, linear, first, rows, axis in (
-            *((stored, linear, first, wide, 0) for stored, linear, first in ups),
-            (names.down, "down", 0, config.hidden_size, 1),
+        for stored, linear, first, rows, cut in (
+            *((stored, linear, first, wide, Cut(0, share)) for stored, linear, first in ups),
+            (names.down, "down", 0, out.size if joins else config.hidden_size, down),
         ):
             matrix = f"{checkpoint}.{names.shared}.{stored}"
-            table |= named(config.weight_format, matrix, f"{model}.mlp.shared.{linear}", first, rows, Cut(axis, share))
+            table |= named(config.weight_format, matrix, f"{model}.mlp.shared.{linear}", first, rows, cut)
     if experts.latent:
         for stored, linear, rows in ((names.into, "into", hidden), (names.back, "back", config.hidden_size)):
             table |= named(config.weight_format, f"{checkpoint}.{stored}", f"{model}.mlp.{linear}", 0, rows)

@@ -84,11 +84,16 @@ RECORDED_ROWS = 16  # steps of up to so many are recorded on a CPU
 
 
 class PeerSums(Protocol):
-    """Sums of few rows over ranks whose devices read each other's memory."""
+    """Sums of few rows over ranks whose devices read each other's memory, and what all of them have of a row."""
 
     def __call__(self, partial: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor | None:
         """partial [M, n] of this rank, bias [n] and residual [M, n], the same on all -> the bits of `sum_parts` of all
         ranks' parts; None, on all of them, where it takes no such rows. All ranks call it at the same place."""
+        ...
+
+    def side_by_side(self, x: Tensor) -> Tensor | None:
+        """x [M, n] of this rank -> [M, ranks * n], that of each rank behind that of the one before; None as for
+        sums."""
         ...
 
     def release(self) -> None:

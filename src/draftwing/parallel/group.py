@@ -54,10 +54,15 @@ class Rendezvous:
             raise ConfigError(f"--tp-size: no port of {HOST} is free for the ranks to meet at: {error}") from None
 
     def join(
-        self, size: int, device: torch.device, collectives: Collectives = "gloo", expert_parallel: bool = False
+        self,
+        size: int,
+        device: torch.device,
+        collectives: Collectives = "gloo",
+        expert_parallel: bool = False,
+        invariant: bool = False,
     ) -> Group:
         """Makes rank 0 of so many."""
-        return Group(self._store, size, 0, device, collectives, expert_parallel)
+        return Group(self._store, size, 0, device, collectives, expert_parallel, invariant)
 
 
 def join(
@@ -67,9 +72,11 @@ def join(
     device: torch.device,
     collectives: Collectives = "gloo",
     expert_parallel: bool = False,
+    invariant: bool = False,
 ) -> Group:
     """Makes a rank from 1 on."""
-    return Group(dist.TCPStore(HOST, port, None, False, JOINING), size, rank, device, collectives, expert_parallel)
+    store = dist.TCPStore(HOST, port, None, False, JOINING)
+    return Group(store, size, rank, device, collectives, expert_parallel, invariant)
 
 
 class Group(Ranks):
@@ -83,8 +90,10 @@ class Group(Ranks):
         device: torch.device,
         collectives: Collectives = "gloo",
         expert_parallel: bool = False,
+        invariant: bool = False,
     ) -> None:
-        self.size, self.rank, self.device, self.expert_parallel = size, rank, device, expert_parallel
+        self.size, self.rank, self.device = size, rank, device
+        self.expert_parallel, self.invariant = expert_parallel, invariant
         self._backend: Collectives = collectives
         self._store = store
         self._exchanges = 0
@@ -97,6 +106,8 @@ class Group(Ranks):
         parts = f"gathered by {self._backend}"
         if self._peers is not None and not isinstance(self._peers, str):
             parts = f"of few rows read from the other GPUs' memory, of more {parts}"
+        if self.invariant:
+            return f"{parts}, none added: each rank makes some outputs of all inputs, and holds the bits of one alone"
         return f"{parts}, added in the order of the ranks, so that all of them hold the same bits"
 
     @cached_property
@@ -122,18 +133,26 @@ class Group(Ranks):
     def sum_rows(
         self, partial: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, ops: LayerOps = PLAIN
     ) -> Tensor:
+        peers = self._peers_of(ops)
+        total = None if peers is None else peers(partial, bias, residual)
+        if total is not None:
+            return total
+        if self.size > 2 and partial.nbytes >= LARGE:
+            return self.sum_in_shares(partial, bias, residual, ops)
+        return super().sum_rows(partial, bias, residual, ops)
+
+    def gather_side_by_side(self, x: Tensor, ops: LayerOps = PLAIN) -> Tensor:
+        peers = self._peers_of(ops)
+        found = None if peers is None else peers.side_by_side(x.contiguous())
+        return super().gather_side_by_side(x, ops) if found is None else found
+
+    def _peers_of(self, ops: LayerOps) -> PeerSums | None:
         """All ranks come here for the first time with the first forward, which is in no graph."""
         if self._peers is None:
             self._peers = ops.peer_sums(self.rank, self.size, self.exchange) if ops.peer_sums is not None else ""
             if self._peers and isinstance(self._peers, str):
                 logger.warning("sums of few rows go through %s, which is slower: %s", self._backend, self._peers)
-        if not isinstance(self._peers, str):
-            total = self._peers(partial, bias, residual)
-            if total is not None:
-                return total
-        if self.size > 2 and partial.nbytes >= LARGE:
-            return self.sum_in_shares(partial, bias, residual, ops)
-        return super().sum_rows(partial, bias, residual, ops)
+        return None if isinstance(self._peers, str) else self._peers
 
     def swap(self, x: Tensor) -> Tensor:
         out, options = torch.empty_like(x), AllToAllOptions()

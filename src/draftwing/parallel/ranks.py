@@ -16,6 +16,9 @@ from torch import Tensor
 
 from draftwing.ops.table import PLAIN, LayerOps
 
+UNITS = 128, 64, 32, 16  # outputs of a matrix that kernels, or a format's groups, want together
+UNIT, MANY = 64, 4  # of a vocabulary, and how many of them a rank has at least where it has whole ones
+
 
 class Share(NamedTuple):
     """`[start, start + size)` of `whole`: what one rank has."""
@@ -27,11 +30,13 @@ class Share(NamedTuple):
 
 class Ranks(ABC):
     """size: how many there are; rank: which one this is, from 0; expert_parallel: whether each has some of the experts
-    whole, in place of a share of every one."""
+    whole, in place of a share of every one; invariant: whether results have the bits of one rank, so that no product is
+    a sum over ranks: each rank makes some outputs of all inputs."""
 
     size: int
     rank: int
     expert_parallel = False
+    invariant = False
     title = "none"  # how sums are taken, for people
 
     @abstractmethod
@@ -60,17 +65,24 @@ class Ranks(ABC):
         """x [size, ...]: what each rank is to get of this one -> what this one gets of each, in their order."""
         return self.gather(x)[:, self.rank].contiguous()
 
-    def gather_columns(self, x: Tensor, share: Share) -> Tensor:
-        """x [M, share.size] of each rank -> [M, share.whole]"""
-        share_rows = -(-share.whole // self.size)  # the last ranks may have fewer
-        every = self.gather(F.pad(x, (0, share_rows - share.size)) if share_rows > share.size else x)  # [size, M, most]
-        return every.transpose(0, 1).flatten(1)[:, : share.whole].contiguous()
+    def gather_side_by_side(self, x: Tensor, ops: LayerOps = PLAIN) -> Tensor:
+        """x [M, n], of the same shape on every rank -> [M, size * n], in the order of the ranks. ops: of the device."""
+        return self.gather(x).transpose(0, 1).flatten(1)
 
     def share(self, whole: int) -> Share:
         """Returns this rank's share of so many rows or columns, which need not be a multiple of the ranks."""
         share_rows = -(-whole // self.size)
+        if self.invariant and whole >= MANY * UNIT * self.size:  # so that kernels take a share that take the whole
+            share_rows = -(-share_rows // UNIT) * UNIT
         start = min(self.rank * share_rows, whole)
         return Share(start, min(share_rows, whole - start), whole)
+
+    def output_share(self, whole: int) -> Share:
+        """Returns this rank's share of so many outputs of a matrix: as many on all ranks where these are whole units
+        of kernels and formats, else in units as large as can be."""
+        even = (unit for unit in UNITS if whole % (unit * self.size) == 0)
+        some = (unit for unit in (*UNITS[1:], 1) if whole % unit == 0 and whole >= unit * self.size)
+        return self.even_share(whole, next(even, 0) or next(some, 1))
 
     def even_share(self, whole: int, unit: int = 1) -> Share:
         """Returns this rank's share of so many heads or columns, of which units of so many stay together: some
@@ -106,6 +118,9 @@ class Alone(Ranks):
 
     size, rank = 1, 0
 
+    def __init__(self, invariant: bool = False) -> None:
+        self.invariant = invariant
+
     def gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)
 
@@ -119,8 +134,8 @@ ALONE = Alone()
 class Absent(Ranks):
     """One of several ranks whose others are not there: shapes are right, and data is this rank's own."""
 
-    def __init__(self, size: int, rank: int = 0, expert_parallel: bool = False) -> None:
-        self.size, self.rank, self.expert_parallel = size, rank, expert_parallel
+    def __init__(self, size: int, rank: int = 0, expert_parallel: bool = False, invariant: bool = False) -> None:
+        self.size, self.rank, self.expert_parallel, self.invariant = size, rank, expert_parallel, invariant
 
     def gather(self, x: Tensor) -> Tensor:
         return torch.stack([x] * self.size)

@@ -108,6 +108,28 @@ def test_four_ranks_that_heads_cannot_be_divided_by(tmp_path: Path, heads: tuple
     assert len({token for ids, _ in expected for token in ids}) > 8
 
 
+@pytest.mark.exhaustive  # tests/parallel/test_invariance.py has the parts of it
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_same_bits_on_one_two_and_four_ranks(tmp_path: Path, experts: bool) -> None:
+    """Texts and log probabilities, whoever drafts."""
+    from reference.checkpoints import eagle3_head, llama_target
+    from reference.learnable import write_target
+
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": VOCAB}
+    model = with_experts(tmp_path / "model") if experts else write_target(tmp_path / "model", **sizes)
+    head = eagle3_head(llama_target(3, num_hidden_layers=6, **sizes), vocab_size=VOCAB).write(tmp_path / "eagle3")
+    expected: Any = None
+    for tp_size, algorithm in ((1, "none"), (2, "NGRAM" if experts else "EAGLE3"), (4, "none"), (4, "NGRAM")):
+        more: dict[str, Any] = {"tp_size": tp_size, "enable_tp_invariance": True}
+        more |= {"speculative_algorithm": algorithm, "speculative_fixed_shape": algorithm != "none"}
+        if algorithm == "EAGLE3":
+            more |= {"speculative_draft_model_path": str(head), "speculative_num_steps": 3}
+        with LLM(str(model), **more, **SETTINGS) as llm:
+            found = texts(llm)
+        expected = expected or found
+        assert found == expected, (tp_size, algorithm)
+
+
 class Swappable(NGramDrafter):
     """Its head is a folder, in which a file says what rank 1 is to do with it. When it is taken there is a file beside
     it."""

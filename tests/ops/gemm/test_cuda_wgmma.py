@@ -13,8 +13,9 @@ import torch
 from gemm_inputs import EARLY, LATE, compiled, device, exact, launch, on_hopper, on_host, pointer, random
 from torch import Tensor
 
+from draftwing.errors import ConfigError
 from draftwing.ops.fp8.spec import TALL, WIDE, Fp8Blocks, Fp8Rows, pack, packed_rows, quantised
-from draftwing.ops.gemm import cuda_dense, cuda_fp8, cuda_many, cuda_wgmma
+from draftwing.ops.gemm import cuda_dense, cuda_fp8, cuda_many, cuda_wgmma, gpu
 from draftwing.ops.gemm.cuda import read_files, small_m_gemm
 from draftwing.ops.gemm.cuda_fp8 import MANY_FROM, MANY_SIZES, ManySize, Size, cut_of, ranges_of
 from draftwing.ops.gemm.stored import QuantizedRows
@@ -54,6 +55,45 @@ def test_dense_cuts(gated: bool) -> None:
                 held * (cut.rows + (8 - cut.rows) % 32) * 4,
             )
             assert max(ring, sums) + (cut.chain - 1) * sums < cuda_dense.SHARED[cut.blocks]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_share_of_a_matrix_is_cut_as_all_of_it(gated: bool) -> None:
+    """With as many ranges of K, by kernels that there are; a share alone would mostly have more."""
+    own_ranges = 0
+    for rows, columns in (*DENSE_SERVED, (57344, 8192), (8192, 28672)):
+        for size, tokens in itertools.product((2, 4, 8), (1, 8, 64, 129, 700)):
+            share, ranges = rows // size, cuda_dense.ranges_of(rows, columns)
+            own_ranges += cuda_dense.ranges_of(share, columns) != ranges
+            cut = cuda_dense.cut_of(tokens, share // 2 if gated else share, gated, columns, CLUSTERS[0], ranges)
+            assert cut.ranges == ranges and cut.stages >= 2 and cut.grid[0] % (ranges // cut.chain) == 0
+            ranges = cuda_fp8.ranges_of(rows, columns)
+            features = share // 2 if gated else share
+            of_fp8 = cuda_fp8.cut_of(tokens, features, gated, columns, CLUSTERS[0], ranges=ranges)
+            found = of_fp8.size.ranges if isinstance(of_fp8.size, cuda_fp8.ManySize) else of_fp8.cluster
+            assert found == ranges and of_fp8.stages >= 2
+    assert own_ranges > 20
+
+
+def test_kernels_of_a_share_are_those_of_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.gemm, "takes", lambda weight: True)
+    monkeypatch.setattr(gpu.gemm, "small_m_gemm", lambda device, dtype: "few")
+    monkeypatch.setattr(gpu.cuda_dense, "takes", lambda weight: len(weight) % 16 == 0)
+    ops = gpu.GpuGemmOps(torch.device("cpu"))
+
+    def kernels(rows: int, columns: int, whole: int) -> Any:
+        weight = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+        (found,) = ops.gemms(weight, deterministic=True, whole=whole)
+        return getattr(found.kernels, "ranges", found.kernels)  # type: ignore[attr-defined]
+
+    for rows, columns in ((8192, 28672), (57344, 8192), (4096, 4096), (2048, 2048), (1536, 576)):
+        assert {kernels(rows // size, columns, rows) for size in (1, 2, 4, 8)} == {kernels(rows, columns, 0)}
+    assert kernels(1024, 4096, 4096) != kernels(1024, 4096, 0)
+    with pytest.raises(ConfigError, match="leaves each rank a multiple of 16 of a matrix's 4096 rows; found 1000"):
+        kernels(1000, 4096, 4096)
+    blocks = Fp8Blocks(torch.empty(64, 2048, 128, device="meta"), torch.empty(128, 64, device="meta"))
+    ranges = [ops.gemms(blocks, whole=whole)[0].kernels.ranges for whole in (0, 57344)]  # type: ignore[attr-defined]
+    assert ranges == [4, 1]
 
 
 def test_cuts_of_many_rows_in_16_bits() -> None:

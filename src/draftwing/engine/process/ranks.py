@@ -77,8 +77,8 @@ class RankProcesses(RemoteBroadcast):
             self._pulses.append(pulse)
             with contextlib.suppress(OSError):  # one that is gone already is noticed by `wait_loaded`
                 plans.send(setup._replace(rank=rank, port=meeting.port))
-        expert_parallel = setup.options.enable_expert_parallel
-        self.ranks = meeting.join(size, device.device, device.collectives, expert_parallel)
+        kinds = setup.options.enable_expert_parallel, setup.options.enable_tp_invariance
+        self.ranks = meeting.join(size, device.device, device.collectives, *kinds)
         threading.Thread(target=self._watch, name="draftwing-ranks", daemon=True).start()
 
     def wait_loaded(self) -> None:

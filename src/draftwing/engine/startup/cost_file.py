@@ -29,7 +29,7 @@ MAX_STARTS = 8  # that measure: a machine that is busy for so long, or has a quo
 _PRICED = (
     "quantization", "fp8_activations", "fast_numerics", "enable_overlap", "max_running_requests",
     "cuda_graph_max_bs", "disable_cuda_graph", "enable_torch_compile", "torch_compile_max_bs", "tp_size",
-    "enable_expert_parallel",
+    "enable_expert_parallel", "enable_tp_invariance",
     "context_length", "max_total_tokens",  # how many parts a captured step reads a context in
 )  # fmt: skip
 _NOT_PRICED = (

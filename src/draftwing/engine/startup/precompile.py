@@ -50,7 +50,7 @@ from draftwing.ops.gemm.cuda_groups import Width
 from draftwing.ops.gemm.groups import WHOLE, PackedGroups, groups_of_row, shift_of
 from draftwing.ops.gemm.stored import MX_BLOCK, MXRows
 from draftwing.ops.table import LayerOps
-from draftwing.parallel.ranks import ALONE, Absent, Ranks
+from draftwing.parallel.ranks import Absent, Alone, Ranks
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -326,9 +326,9 @@ class _Nothing:
 def model_without_data(job: Job) -> DecoderModel:
     """Returns the target on the meta device, packed."""
     options, config = job.options, load_config(job.path)
-    ranks: Ranks = ALONE
+    ranks: Ranks = Alone(options.enable_tp_invariance)
     if options.tp_size > 1:
-        ranks = Absent(options.tp_size, expert_parallel=options.enable_expert_parallel)
+        ranks = Absent(options.tp_size, 0, options.enable_expert_parallel, options.enable_tp_invariance)
     model = DecoderModel(config, job.dtype, "meta", ranks).requires_grad_(False)
     hold_experts(model, job.dtype, options.quantization, config.quantization)
     if cuda_wgmma.runs_on(job.capability) and _may_multiply_fp8(job, config.quantization):
@@ -490,7 +490,7 @@ def hold_fp8(model: DecoderModel, asked: str) -> None:
             continue
         if isinstance(part.op, _Held):  # the expert of all rows, which may join the others
             continue
-        if part.in_features * part.out_features < FP8_FROM:
+        if part.in_features * part.whole_features < FP8_FROM:
             continue
         scheme = schemes.get(f"{name}.weight")
         if asked == "fp8" if scheme is None else scheme.dynamic:

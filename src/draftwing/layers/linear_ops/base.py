@@ -85,10 +85,14 @@ class PackMode(NamedTuple):
 
 
 class LinearBase(nn.Module):
-    """A linear layer as formats see it: its sizes, and the parameters that its format registers."""
+    """A linear layer as formats see it: its sizes, and the parameters that its format registers.
+
+    whole_features: outputs of the matrix in whose order it is summed: its own, or of all ranks together.
+    """
 
     in_features: int
     out_features: int
+    whole_features: int
     weight: nn.Parameter  # of a dense format, as long as it is there
     bias: nn.Parameter | None
     op: LinearOp

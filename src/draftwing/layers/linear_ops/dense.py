@@ -84,7 +84,8 @@ def pack_dense(layer: LinearBase, ops: LayerOps, mode: PackMode) -> LinearOp:
         f"expected {mode.name}.weight in bfloat16 or float16, with a multiple of 64 columns, contiguous and aligned to "
         f"16 bytes; found {weight.dtype}, {list(weight.shape)}",
     )
-    return PackedDense(layer, ops.gemms(weight, layer.bias, mode.deterministic), mode.keep_weight)
+    gemms = ops.gemms(weight, layer.bias, mode.deterministic, layer.whole_features)
+    return PackedDense(layer, gemms, mode.keep_weight)
 
 
 class PackedDense(PackedOp):

@@ -27,7 +27,7 @@ class Fp8Linear(PackedOp):
     takes_fp8 = True
 
     def __init__(self, layer: LinearBase, ops: LayerOps, weight: Fp8Blocks) -> None:
-        super().__init__(layer, ops.gemms(weight))
+        super().__init__(layer, ops.gemms(weight, whole=layer.whole_features))
         self._weight = weight
 
     def gated(self, x: Tensor | Fp8Rows, bias: Tensor | None) -> Tensor | None:
@@ -120,7 +120,7 @@ class Groups(Dense):
     def _is_large(self) -> bool:
         """Returns whether products of the whole weight are faster with activations in fp8."""
         least = self._format.fp8_from
-        return least is not None and self.layer.out_features * self.layer.in_features >= least
+        return least is not None and self.layer.whole_features * self.layer.in_features >= least
 
     def _packed_part(self, rows: QuantizedRows) -> Part | str:
         """Returns the rows as kernels read them, or why there are none."""
@@ -216,7 +216,8 @@ class PackedLinear(PackedOp):
     def __init__(self, layer: LinearBase, ops: LayerOps, weight: PackedGroups, mode: PackMode) -> None:
         exact = ops.keeps_bits(weight.scales.new_empty(1, weight.columns))
         mode = mode.if_exact(exact, f"expected {mode.name} on a device with GEMMs for it")
-        super().__init__(layer, ops.gemms(weight, deterministic=mode.deterministic))
+        whole = layer.whole_features
+        super().__init__(layer, ops.gemms(weight, deterministic=mode.deterministic, whole=whole))
         self._weight = weight
 
     @property

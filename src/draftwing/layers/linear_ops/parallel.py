@@ -1,7 +1,8 @@
 """Products whose weight is spread over ranks: what each rank's own operation gives is joined to the whole.
 
 `Linear.pack` wraps the operation of the rank's share, whatever its format, so layers and models need not know of ranks.
-A weight whose outputs are spread and stay so (q, k, v, gate and up) needs nothing.
+A weight whose outputs are spread and stay so (q, k, v, gate and up) needs nothing. Where results are to have the bits
+of one rank (`Ranks.invariant`), a weight whose inputs are spread is not cut along them: see `JoinedOutputs`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.layers.linear_ops.base import LinearOp
 from draftwing.ops.fp8.spec import Fp8Rows
-from draftwing.ops.table import LayerOps
+from draftwing.ops.table import PLAIN, LayerOps
+from draftwing.parallel.columns import Columns, every_rank, places
 from draftwing.parallel.ranks import Ranks
 
 
@@ -65,6 +68,7 @@ class VocabParallel(_Parallel):
     def __init__(self, op: LinearOp, ops: LayerOps, ranks: Ranks, whole: int) -> None:
         super().__init__(op, ops, ranks)
         self._share = ranks.share(whole)
+        self._columns = Columns.of_shares([each.share(whole) for each in every_rank(ranks)])
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
@@ -72,7 +76,7 @@ class VocabParallel(_Parallel):
         assert residual is None
         start, size, _ = self._share
         own = None if bias is None else bias[start : start + size]
-        return self._ranks.gather_columns(self._op(x, own), self._share)
+        return joined(self._ranks, self._op(x, own), self._columns, self._ops)
 
     def rows(self, ids: Tensor) -> Tensor:
         weight = self._op.stored
@@ -97,3 +101,38 @@ class VocabParallel(_Parallel):
     def _of_owners(self, x: Tensor) -> Tensor:
         """x [...], 0 but on the one rank that has it -> the same on all, to the bit but for the sign of 0."""
         return self._ranks.sum_rows(x.reshape(-1, x.shape[-1]), ops=self._ops).view(x.shape)
+
+
+class JoinedOutputs:
+    """Joins what goes into a product and what comes out of it: each rank has some of the inputs, and the weight of some
+    of the outputs. An output is one sum over all inputs then, as on one rank."""
+
+    def __init__(self, ranks: Ranks, inputs: Columns, outputs: int) -> None:
+        """inputs: of each rank.  outputs: of all ranks."""
+        self.share, self.inputs = ranks.output_share(outputs), inputs.whole
+        self._ranks, self._inputs, self._ops = ranks, inputs, PLAIN
+        self._outputs = Columns.of_shares([each.output_share(outputs) for each in every_rank(ranks)])
+
+    def use(self, ops: LayerOps) -> None:
+        """Lets the device gather as it does it best."""
+        self._ops = ops
+
+    def all_inputs(self, x: Tensor) -> Tensor:
+        """x [M, inputs of this rank] -> [M, inputs]"""
+        return joined(self._ranks, x, self._inputs, self._ops)
+
+    def own(self, x: Tensor | None) -> Tensor | None:
+        """x [M, outputs] -> a copy of those of this rank"""
+        start, size, _ = self.share
+        return None if x is None else x[:, start : start + size].contiguous()
+
+    def all_outputs(self, y: Tensor) -> Tensor:
+        """y [M, outputs of this rank] -> [M, outputs]"""
+        return joined(self._ranks, y, self._outputs, self._ops)
+
+
+def joined(ranks: Ranks, x: Tensor, columns: Columns, ops: LayerOps) -> Tensor:
+    """x [M, columns of this rank] -> [M, columns.whole]"""
+    found = ranks.gather_side_by_side(F.pad(x, (0, columns.most - x.shape[1])) if x.shape[1] < columns.most else x, ops)
+    order = places(columns, x.device)
+    return found[:, : columns.whole].contiguous() if order is None else found.index_select(1, order)

@@ -192,9 +192,10 @@ class CpuGemmOps(GemmOps):
         self._runtime, self._rows = runtime, rows
 
     def gemms(
-        self, weight: Tensor | PackedGroups | Fp8Blocks, bias: Tensor | None = None, deterministic: bool = False
-    ) -> list[Gemm]:
-        found = super().gemms(weight, bias, deterministic)
+        self, weight: Tensor | PackedGroups | Fp8Blocks, bias: Tensor | None = None, deterministic: bool = False,
+        whole: int = 0,
+    ) -> list[Gemm]:  # fmt: skip
+        found = super().gemms(weight, bias, deterministic, whole)
         if isinstance(many := found[0], OneDnnGemm) and many.alike <= 2:
             few = packed_gemm_like_onednn(many.packed, bias, self._runtime.workers)
             return found if few is None else [few, many]

@@ -72,11 +72,13 @@ def ranges_of(rows: int, columns: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def cut_of(rows: int, features: int, gated: bool, columns: int, clusters: tuple[int, ...]) -> Cut:
+def cut_of(
+    rows: int, features: int, gated: bool, columns: int, clusters: tuple[int, ...], ranges: int | None = None
+) -> Cut:
     """rows: of x. features: of the result. clusters: how many run at once of blocks with a multiprocessor each, by
-    `wgmma.RANGES`."""
+    `wgmma.RANGES`. ranges: of K, None: by the shape."""
     weights = features * (2 if gated else 1)
-    ranges = ranges_of(weights, columns)
+    ranges = ranges_of(weights, columns) if ranges is None else ranges
     two = ranges == 1 and weights >= _BLOCKS * _MANY_ROWS
     at_once = dict(zip(cuda_wgmma.RANGES, clusters, strict=True))
     return make_cut(rows, features, gated, columns, ranges, at_once, 2 if two else 1)
@@ -145,6 +147,10 @@ class DenseGemm:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    def cut_into(self, ranges: int) -> DenseGemmInRanges:
+        """Returns them with K cut into so many ranges, whatever the weight."""
+        return DenseGemmInRanges(self, ranges)
+
     @functools.cache  # noqa: B019 (there is one object for each device, and it stays)
     def _kernel(self, size: Size) -> Kernel:
         """Not before a product needs it: while weights load, another process compiles it."""
@@ -163,26 +169,28 @@ class DenseGemm:
     ) -> Tensor:
         """x [M, K] @ weight [N, K]^T + bias [N] + residual [M, N] -> [M, N], rounded once. fresh: as
         `SmallMGemm` has it."""
-        return self._run(x, weight, bias, residual, False, fresh)
+        return self.run(x, weight, bias, residual, False, fresh)
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, fresh: bool = False) -> Tensor:
         """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups -> [M, N]"""
-        return self._run(x, weight, bias, None, True, fresh)
+        return self.run(x, weight, bias, None, True, fresh)
 
-    def _run(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, fresh: bool
-    ) -> Tensor:
+    def run(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, fresh: bool,
+        ranges: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Multiplies as `linear` and `gated` do. ranges: of K, None: by the shape of the weight."""
         x, parts = x.contiguous(), 2 if gated else 1
         rows, columns = x.shape
         features = weight.shape[0] // parts
         assert rows > 0 and features % (_STEP // parts) == 0 and columns % PANEL == 0
         assert weight.is_contiguous() and (residual is None or residual.is_contiguous())
-        ranges = ranges_of(weight.shape[0], columns)
+        ranges = ranges_of(weight.shape[0], columns) if ranges is None else ranges
         if rows >= cuda_many.FROM and cuda_many.takes(features, columns, ranges):
             many = cuda_many.many_gemm(self._device, x.dtype, ranges)
             if many.beats_few(x, weight, gated, residual is not None):
                 return many.run(x, weight, bias, residual, gated, fresh)
-        cut = cut_of(rows, features, gated, columns, self._clusters)
+        cut = cut_of(rows, features, gated, columns, self._clusters, ranges)
         out = x.new_empty(rows, features)
         x_map = tensor_map(x.data_ptr(), (columns, rows, 1), (PANEL, cut.x_rows, 1))
         w_map = tensor_map(weight.data_ptr(), (columns, features, parts), (PANEL, cut.rows // parts, parts))
@@ -192,6 +200,21 @@ class DenseGemm:
             shared=SHARED[cut.blocks],
         )  # fmt: skip
         return out
+
+
+class DenseGemmInRanges:
+    """Kernels that cut K into so many ranges: of a share of a matrix as of the whole one, whose bits it has then."""
+
+    def __init__(self, kernels: DenseGemm, ranges: int) -> None:
+        self._kernels, self.ranges = kernels, ranges
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, fresh: bool = False
+    ) -> Tensor:
+        return self._kernels.run(x, weight, bias, residual, False, fresh, self.ranges)
+
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, fresh: bool = False) -> Tensor:
+        return self._kernels.run(x, weight, bias, None, True, fresh, self.ranges)
 
 
 def read_source(groups: int) -> str:

@@ -96,13 +96,14 @@ def ranges_of(rows: int, columns: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def cut_of(
-    rows: int, features: int, gated: bool, columns: int, clusters: tuple[int, ...], many: bool | None = None
-) -> Cut:
+    rows: int, features: int, gated: bool, columns: int, clusters: tuple[int, ...], many: bool | None = None,
+    ranges: int | None = None,
+) -> Cut:  # fmt: skip
     """rows: of x. features: of the result. clusters: how many run at once, by `wgmma.RANGES`. many: with the kernels of
-    many rows, or not; None: by rows."""
+    many rows, or not; None: by rows. ranges: of K, None: by the shape."""
     assert rows > 0 and features % (2 * EIGHT) == 0 and columns % WIDE == 0, f"{features} x {columns}"
     weights, groups = features * (2 if gated else 1), 1 if rows <= _TOKENS else 2
-    ranges = ranges_of(weights, columns)
+    ranges = ranges_of(weights, columns) if ranges is None else ranges
     if rows >= MANY_FROM if many is None else many:
         return _cut_of_many(rows, weights, ranges, clusters[cuda_wgmma.RANGES.index(_PAIR)])
     at_once, token_blocks = clusters[cuda_wgmma.RANGES.index(ranges)], -(-rows // (groups * _TOKENS))
@@ -147,6 +148,10 @@ class Fp8Gemm:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    def cut_into(self, ranges: int) -> Fp8GemmInRanges:
+        """Returns them with K cut into so many ranges, whatever the weight."""
+        return Fp8GemmInRanges(self, ranges)
+
     @functools.cached_property
     def _modules(self) -> list[Module]:
         """Of few and of many rows, not before products need them: while weights load, other processes compile them."""
@@ -185,25 +190,42 @@ class Fp8Gemm:
         self, x: Tensor | Fp8Rows, weight: Fp8Blocks, bias: Tensor | None, residual: Tensor | None = None
     ) -> Tensor:
         """x [M, K], weight [N, K], bias [N], residual [M, N] -> x @ weight^T + bias + residual [M, N], rounded once."""
-        return self._run(x, weight, bias, residual, False)
+        return self.run(x, weight, bias, residual, False)
 
     def gated(self, x: Tensor | Fp8Rows, weight: Fp8Blocks, bias: Tensor | None) -> Tensor:
         """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups, N a multiple of 16 -> [M, N]"""
-        return self._run(x, weight, bias, None, True)
+        return self.run(x, weight, bias, None, True)
 
-    def _run(
-        self, x: Tensor | Fp8Rows, weight: Fp8Blocks, bias: Tensor | None, residual: Tensor | None, gated: bool
-    ) -> Tensor:
+    def run(
+        self, x: Tensor | Fp8Rows, weight: Fp8Blocks, bias: Tensor | None, residual: Tensor | None, gated: bool,
+        ranges: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Multiplies as `linear` and `gated` do. ranges: of K, None: by the shape of the weight."""
         codes, scales, rows, _ = x if isinstance(x, Fp8Rows) else self.quantise(x)
         features = weight.rows // 2 if gated else weight.rows
         assert len(codes) == len(weight.codes) and (residual is None or residual.is_contiguous())
-        kernels, cut = self._kernels, cut_of(rows, features, gated, weight.columns, self._clusters)
+        kernels, cut = self._kernels, cut_of(rows, features, gated, weight.columns, self._clusters, ranges=ranges)
         out = torch.empty(rows, features, dtype=torch.bfloat16, device=codes.device)
         kernels[cut.size](
             cut.grid, codes, scales, weight.codes, weight.scales, bias, residual, out, rows, codes.shape[1], features,
             weight.columns, cut.rows, cut.stages, int(gated), cluster=cut.cluster,
         )  # fmt: skip
         return out
+
+
+class Fp8GemmInRanges:
+    """Kernels that cut K into so many ranges: of a share of a matrix as of the whole one, whose bits it has then."""
+
+    def __init__(self, kernels: Fp8Gemm, ranges: int) -> None:
+        self._kernels, self.ranges = kernels, ranges
+
+    def linear(
+        self, x: Tensor | Fp8Rows, weight: Fp8Blocks, bias: Tensor | None, residual: Tensor | None = None
+    ) -> Tensor:
+        return self._kernels.run(x, weight, bias, residual, False, self.ranges)
+
+    def gated(self, x: Tensor | Fp8Rows, weight: Fp8Blocks, bias: Tensor | None) -> Tensor:
+        return self._kernels.run(x, weight, bias, None, True, self.ranges)
 
 
 def read_source(many: bool) -> str:

@@ -93,11 +93,13 @@ def dense_gemms(
     most: int,
     deterministic: bool,
     many: DenseKernels | None = None,
+    whole: int = 0,
 ) -> list[Gemm]:
     """Returns a GPU's GEMMs of a matrix: our own kernels for few rows and for some more, torch's for many. Where a row
     must have the same bits in any batch, ours take any number. most: rows that `medium` is fast for. many: with the
-    bits of `few`."""
-    outputs, values = weight.shape[0], weight.numel()
+    bits of `few`. whole: outputs of the matrix of which this is a share, 0: its own."""
+    outputs = whole or weight.shape[0]
+    values = outputs * weight.shape[1]
     medium = medium if values >= _MEDIUM_FROM else None
     if deterministic and (medium is not None or many is None):
         return [KernelGemm(few if medium is None else medium, weight)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from draftwing.errors import ConfigError
 from draftwing.ops.cuda.side_stream import side_stream
 from draftwing.ops.fp8 import spec as fp8_blocks
 from draftwing.ops.fp8.spec import FP8_FROM, Fp8Blocks
@@ -18,6 +20,8 @@ from draftwing.ops.gemm.groups import PackedGroups
 from draftwing.ops.gemm.spec import GemmOps
 from draftwing.ops.gemm.stored import BlockRows, QuantizedRows
 from draftwing.ops.upload import uploaded
+
+_UNIT, _DENSE_UNIT = 32, 16  # rows that kernels multiply of quantised weights, with gates that are fused, and of others
 
 
 class GpuGemmOps(GemmOps):
@@ -34,20 +38,28 @@ class GpuGemmOps(GemmOps):
         self.fp8_from = FP8_FROM if fast else None
 
     def gemms(
-        self, weight: Tensor | PackedGroups | Fp8Blocks, bias: Tensor | None = None, deterministic: bool = False
-    ) -> list[Gemm]:
+        self, weight: Tensor | PackedGroups | Fp8Blocks, bias: Tensor | None = None, deterministic: bool = False,
+        whole: int = 0,
+    ) -> list[Gemm]:  # fmt: skip
+        rows = weight.shape[0] if isinstance(weight, Tensor) else weight.rows
+        whole = whole or rows
+        # So that kernels take both, and fuse gates of both or of none.
+        must_fit(rows, whole, _DENSE_UNIT if isinstance(weight, Tensor) else _UNIT)
         if isinstance(weight, Fp8Blocks):
-            return [KernelGemm(cuda_fp8.fp8_gemm(self.device), weight)]
+            ranges = cuda_fp8.ranges_of(whole, weight.columns)
+            return [KernelGemm(cuda_fp8.fp8_gemm(self.device).cut_into(ranges), weight)]
         if isinstance(weight, PackedGroups):
             return self._group_gemms(weight, deterministic)
         if not gemm.takes(weight):
             return [TorchGemm(weight)]
-        medium = cuda_dense.dense_gemm(weight.device) if cuda_dense.takes(weight) else None
+        medium = None
+        if cuda_dense.takes(weight):
+            medium = cuda_dense.dense_gemm(weight.device).cut_into(cuda_dense.ranges_of(whole, weight.shape[1]))
         few = gemm.small_m_gemm(weight.device, weight.dtype)
         many = None
         if deterministic:
             many = cuda_many.shares_gemm(weight.device, (weight.shape[0], weight.shape[1]), weight.dtype, False)
-        return dense_gemms(weight, few, medium, cuda_dense.MOST, deterministic, many)
+        return dense_gemms(weight, few, medium, cuda_dense.MOST, deterministic, many, whole)
 
     def _group_gemms(self, weight: PackedGroups, deterministic: bool) -> list[Gemm]:
         device, dtype, width = weight.codes.device, weight.scales.dtype, cuda_groups.width_of(weight)
@@ -77,3 +89,13 @@ class GpuGemmOps(GemmOps):
 
     def quantize_groups(self, weight: Tensor, scheme: str, dynamic: bool = False) -> QuantizedRows:
         return groups.quantized(uploaded(weight, self.device), scheme, dynamic)
+
+
+def must_fit(rows: int, whole: int, unit: int) -> None:
+    """Raises ConfigError where a share of the rows of a matrix is no multiple of what the whole one is."""
+    wanted = math.gcd(whole, unit)
+    if rows % wanted:
+        raise ConfigError(
+            f"--enable-tp-invariance: expected a --tp-size that leaves each rank a multiple of {wanted} of a matrix's "
+            f"{whole} rows; found {rows}. Take a smaller one, or leave the option out"
+        )

@@ -91,6 +91,19 @@ def rows_summed_alike(in_features: int, out_features: int, dtype: torch.dtype, t
     return 1 if all(agree(row, 1) for row in range(4)) else 2
 
 
+def summed_as(weight: Tensor, whole: int, threads: int) -> bool:
+    """Returns whether a row's sums with this share of a matrix of so many rows have the order of those with all."""
+    rows, columns = weight.shape
+    some, every = min(rows, MAX_TRIED), min(whole, MAX_TRIED)
+    return every <= some or _same_order(columns, some, every, weight.dtype, threads)
+
+
+@functools.cache
+def _same_order(in_features: int, one: int, other: int, dtype: torch.dtype, threads: int) -> bool:
+    (x, first), (_, second) = (order_probe(in_features, outputs, dtype) for outputs in (one, other))
+    return torch.equal(gemm(x, first, None, None)[:, 0], gemm(x, second, None, None)[:, 0])
+
+
 def order_probe(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows [300, in_features] whose terms cancel, and a weight of ones, packed."""
     return _cancelling_rows(in_features, dtype), pack(torch.ones(out_features, in_features, dtype=dtype, device="cpu"))

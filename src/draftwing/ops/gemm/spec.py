@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.errors import ConfigError
 from draftwing.ops.fp8 import spec as fp8_blocks
 from draftwing.ops.fp8.spec import WIDE, Fp8Blocks, Fp8Rows, quantised
 from draftwing.ops.gemm import groups, onednn
@@ -27,16 +28,23 @@ class GemmOps:
     block_kinds: frozenset[str] = frozenset()  # types of quantised blocks that there are GEMMs for
 
     def gemms(
-        self, weight: Tensor | PackedGroups | Fp8Blocks, bias: Tensor | None = None, deterministic: bool = False
-    ) -> list[Gemm]:
+        self, weight: Tensor | PackedGroups | Fp8Blocks, bias: Tensor | None = None, deterministic: bool = False,
+        whole: int = 0,
+    ) -> list[Gemm]:  # fmt: skip
         """Returns products with this weight, those for few rows first; the last one takes any number of rows.
 
         bias: that it will have. deterministic: a row must have the same bits in any batch, which only weights allow
-        that it `keeps_bits` of. `PackedGroups`: only where it `keeps_groups`.
+        that it `keeps_bits` of. `PackedGroups`: only where it `keeps_groups`. whole: rows of the matrix of which this
+        is a share, in whose order it is summed, 0: it is all; raises ConfigError where a share is not summed so.
         """
         if isinstance(weight, Fp8Blocks):
             return [KernelGemm(TorchFp8Gemm(), weight)]
         assert isinstance(weight, Tensor)
+        if onednn.takes(weight) and not onednn.summed_as(weight, whole, torch.get_num_threads()):
+            raise ConfigError(
+                f"--enable-tp-invariance: on this CPU products with {len(weight)} of {whole} rows of a matrix of "
+                f"{weight.shape[1]} columns are summed in another order than with all of them. Leave the option out"
+            )
         return [OneDnnGemm(weight, torch.get_num_threads()) if onednn.takes(weight) else TorchGemm(weight)]
 
     def keeps_bits(self, weight: Tensor) -> bool:

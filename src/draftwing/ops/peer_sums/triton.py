@@ -1,5 +1,6 @@
 """Sums over ranks, by one kernel that reads the other GPUs' memory: of few rows each rank adds all (one-shot
-all-reduce), of more a share, and reads what the others added (two-shot).
+all-reduce), of more a share, and reads what the others added (two-shot). And what all ranks have of few rows, side by
+side.
 
 Each rank writes its part into memory of its own that the others map, signals that, waits until all have signalled, and
 adds all parts itself, in float32 in the order of the ranks: the bits are those of `sum_parts`, on every rank and for
@@ -18,7 +19,7 @@ meeting of this one, before which they had ended the last.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -88,8 +89,10 @@ def _count(calls, block, call, BLOCKS: tl.constexpr):
 def _peer_sum_kernel(
     out, partial, bias, residual, buffers, inbox, outbox, calls, eighths,
     SIZE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
-    SLOT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SLOT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """SIDE_BY_SIDE: parts are not summed, and out has RANKS * SIZE columns."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     mask = at < eighths * 8  # so loads of 8 elements are whole
@@ -115,12 +118,16 @@ def _peer_sum_kernel(
         if rank != RANK:
             there = tl.multiple_of(buffers[rank].to(tl.pointer_type(dtype)) + slot, 16)
             value = tl.load(there + at, mask=mask, other=0.0, cache_modifier=".cg")
-        result = value.to(tl.float32) if rank == 0 else result + value.to(tl.float32)
+        if SIDE_BY_SIDE:
+            tl.store(out + at // SIZE * (RANKS * SIZE) + rank * SIZE + at % SIZE, value, mask=mask)
+        else:
+            result = value.to(tl.float32) if rank == 0 else result + value.to(tl.float32)
     if BIAS:
         result += tl.load(bias + at % SIZE, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
         result += rest
-    tl.store(out + at, result.to(dtype), mask=mask)
+    if not SIDE_BY_SIDE:
+        tl.store(out + at, result.to(dtype), mask=mask)
     _count(calls, block, call, BLOCKS)
 
 
@@ -173,6 +180,11 @@ def _peer_share_kernel(
     _count(calls, block, call + 1, BLOCKS)
 
 
+def takes_few(partial: Tensor) -> bool:
+    """Returns whether such parts pass in one meeting: of up to 64 rows of 8,192 in a half type."""
+    return takes(partial) and partial.nbytes <= SLOT and partial.numel() <= BLOCKS * _SIZES[-1]
+
+
 def takes(partial: Tensor) -> bool:
     """Returns whether there is room for such parts: up to 1,024 rows of 8,192 in a half type."""
     return 0 < partial.nbytes <= SHARED and partial.numel() % 8 == 0 and partial.is_contiguous()
@@ -182,20 +194,13 @@ def sum_rows(peers: Peers, partial: Tensor, bias: Tensor | None, residual: Tenso
     """partial [M, n] of this rank, bias [n] and residual [M, n], the same on all -> the sum of all ranks' [M, n], then
     bias and residual, in this order in float32, rounded once. All ranks call it at the same place."""
     assert takes(partial) and (residual is None or residual.is_contiguous())
-    ranks, total, itemsize = len(peers.buffers), partial.numel(), partial.itemsize
-    out, block = torch.empty_like(partial), _SIZES[-1]
-    tensors = out, partial, bias, residual, *peers[1:]
-    same = {
-        "SIZE": partial.shape[-1], "RANK": peers.rank, "RANKS": ranks, "LANES": lanes(ranks), "BLOCKS": BLOCKS,
-        "BIAS": bias is not None, "RESIDUAL": residual is not None, **launch_options(partial.device),
-    }  # fmt: skip
-    if partial.nbytes <= SLOT and total <= BLOCKS * block:
-        block = next(size for size in _SIZES if triton.cdiv(total, size) <= BLOCKS)
-        _peer_sum_kernel[(triton.cdiv(total, block),)](
-            *tensors, total // 8, SLOT=SLOT // itemsize, BLOCK=block, num_warps=block // 256, **same
-        )
+    out = torch.empty_like(partial)
+    if takes_few(partial):
+        _launch_few(peers, out, partial, bias, residual, False)
         return out
-    tiles = triton.cdiv(total, block * ranks)
+    total, itemsize, block = partial.numel(), partial.itemsize, _SIZES[-1]
+    tensors, same = _arguments(peers, out, partial, bias, residual)
+    tiles = triton.cdiv(total, block * len(peers.buffers))
     _peer_share_kernel[(min(tiles, BLOCKS),)](
         *tensors, total // 8, tiles, PARTS=2 * SLOT // itemsize, SHARES=(2 * SLOT + SHARED) // itemsize, BLOCK=block,
         num_warps=block // 256, **same,
@@ -203,8 +208,40 @@ def sum_rows(peers: Peers, partial: Tensor, bias: Tensor | None, residual: Tenso
     return out
 
 
+def side_by_side(peers: Peers, x: Tensor) -> Tensor:
+    """x [M, n] of this rank, such that `takes_few` -> [M, ranks * n], in the order of the ranks. All ranks call it at
+    the same place."""
+    out = x.new_empty(x.shape[0], len(peers.buffers) * x.shape[1])
+    _launch_few(peers, out, x, None, None, True)
+    return out
+
+
+def _launch_few(
+    peers: Peers, out: Tensor, partial: Tensor, bias: Tensor | None, residual: Tensor | None, side_by_side: bool
+) -> None:
+    assert takes_few(partial)
+    total = partial.numel()
+    tensors, same = _arguments(peers, out, partial, bias, residual)
+    block = next(size for size in _SIZES if triton.cdiv(total, size) <= BLOCKS)
+    _peer_sum_kernel[(triton.cdiv(total, block),)](
+        *tensors, total // 8, SLOT=SLOT // partial.itemsize, SIDE_BY_SIDE=side_by_side, BLOCK=block,
+        num_warps=block // 256, **same,
+    )  # fmt: skip
+
+
+def _arguments(
+    peers: Peers, out: Tensor, partial: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns those that both kernels have."""
+    ranks = len(peers.buffers)
+    return (out, partial, bias, residual, *peers[1:]), {
+        "SIZE": partial.shape[-1], "RANK": peers.rank, "RANKS": ranks, "LANES": lanes(ranks), "BLOCKS": BLOCKS,
+        "BIAS": bias is not None, "RESIDUAL": residual is not None, **launch_options(partial.device),
+    }  # fmt: skip
+
+
 class PeerSums:
-    """`sum_rows` with the memory that it needs."""
+    """`sum_rows` and `side_by_side` with the memory that they need."""
 
     def __init__(self, rank: int, ranks: int, exchange: Exchange, device: torch.device) -> None:
         """All ranks make theirs together. Raises NoPeers as `PeerMemory` does."""
@@ -216,6 +253,9 @@ class PeerSums:
         if not takes(partial) or not (residual is None or residual.is_contiguous()):
             return None
         return sum_rows(self._peers, partial, bias, residual)
+
+    def side_by_side(self, x: Tensor) -> Tensor | None:
+        return side_by_side(self._peers, x) if takes_few(x) else None
 
     def release(self) -> None:
         self._memory.fill(self._signals)
