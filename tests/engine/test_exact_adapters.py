@@ -9,12 +9,15 @@ from functools import partial
 
 import pytest
 import torch
+from engine.tile_attention import TileAttention, paged
 from engine_rig import BLOCKS, CUDA, EXPERT_RANKS, RANKS, Answers, adapters_for, greedy
 from layer_kinds import config_of
 
 from draftwing.config.adapters import AdapterCard
 from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.engine import prefill_graphs
 from draftwing.engine.adapters import EngineAdapters
+from draftwing.engine.captures import Captures
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs import RecordedStages
 from draftwing.layers.config import ExpertConfig
@@ -153,6 +156,49 @@ def test_from_graphs(harness, case, drafter, mixed):
         harness, case, drafter=drafter, policy=policy, miss=2, lag=1, graph_size=8, ahead=24, rows=8, mixed=mixed
     )
     assert rig.executor.graphs.replays > 30
+
+
+@pytest.mark.slow
+@pytest.mark.further(harness=["blocks"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_prompts_from_graphs(harness, case, monkeypatch, mixed):
+    """Those with adapters have graphs of their own; beside steps they take turns as long as these are left."""
+    if hasattr(case[0], "whole"):
+        pytest.skip("ranks of tests have no graphs")
+    for name, value in {"SIZES": (16, 24, 32), "MIXED_ROWS": (2, 4), "MIXED_QUERIES": 16}.items():
+        monkeypatch.setattr(prefill_graphs, name, value)
+    capture = Captures.capture
+    monkeypatch.setattr(Captures, "capture", lambda own, menu: capture(own, menu, some=mixed))
+    model, adapters, prompts, params, which, _ = case
+    how = {
+        "adapters": adapters, "radix": False,
+        "attn": partial(paged.PagedAttention if harness.device == "cuda" else TileAttention, exact=True),
+    }  # fmt: skip
+    expected = {}
+    for i in range(len(prompts)):
+        one, rig = slice(i, i + 1), harness.Rig(model, rows=1, **how)
+        expected |= answers(rig, prompts[one], params[one], which[one], i)
+    rig = harness.Rig(model, lag=1, chunk=24, graph_size=4, rows=4, mixed=mixed, **how)
+    rig.executor.device.seconds = lambda begin, end: 0.0 if begin is end else 2e-3
+    prefills, target, launched = rig.executor.prefills, rig.executor.target, []
+    run = target.run
+
+    def counted(batch, *more, **how):
+        launched.extend(batch.chunks)
+        return run(batch, *more, **how)
+
+    target.run = counted
+    assert len(prefills) == 6
+    assert answers(rig, prompts, params, which) == expected and not launched
+    assert prefills.replays > 3 and prefills.mixed_replays == 0
+    if not mixed:
+        return
+    assert any(prefills.later.values()) and rig.stats.mixed > 3
+    while rig.executor.captures.later:
+        rig.executor.captures.capture_next()
+    before = prefills.replays
+    assert answers(rig, prompts, params, which) == expected and not launched
+    assert prefills.mixed_replays > 3 and prefills.replays < 2 * before
 
 
 def test_steps_with_adapters_are_recorded_on_a_cpu(harness, case):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from engine.tile_attention import TileAttention
 from engine_rig import Cycle, Rig, greedy, make_book, seeded, spread, spread_rig
 from image_models import FEW, KINDS, PAD, encoded, loaded, picture, write_model
 from image_models import greedy as transformers_greedy
@@ -15,10 +17,12 @@ from image_models import logits as transformers_logits
 from toy_grammar import ToyGrammar
 
 from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.engine import prefill_graphs
 from draftwing.images.processing import Tile
 from draftwing.images.reader import Picture, Prompt, placed, read
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.table import TorchOps
 from draftwing.requests.request import LogprobParams
 
 TOKENS = 30
@@ -155,6 +159,38 @@ def test_beside_rows_that_decode(case: Any) -> None:
     chunk = 40 if any(image.mutual for _, images in case[2] for image in images) else 9  # images come whole
     rig, _ = answer(case, shapes=(CHAIN,), miss=1, chunk=chunk, mixed=True)
     assert rig.stats.mixed > 2
+
+
+@pytest.mark.further(case=["gemma4-mutual", "smolvlm"], mixed=False)
+@pytest.mark.further(case=["gemma3", "smolvlm", "lfm2-vl"], mixed=True)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_prompts_from_graphs(case: Any, mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks that begin inside images, text of others beside them, and beside steps from graphs, too. Where tokens
+    of an image see each other, chunks with these are launched."""
+    kind, _, prompts, *_ = case
+    if mixed and kind in ("qwen3.5", "lfm2-vl"):
+        pytest.skip("on a CPU layers with states of rows have prompts and rows take turns")
+    for name, value in {"SIZES": (16, 24), "MIXED_ROWS": (2, 3), "MIXED_QUERIES": 16}.items():
+        monkeypatch.setattr(prefill_graphs, name, value)
+    monkeypatch.setattr(TorchOps, "can_record", False)  # as on a GPU, where steps behind images have graphs, too
+    rig = drafting(
+        case, shapes=(TreeShape(2, 1, 3),), miss=1, chunk=24, graph_size=3, rows=3, mixed=mixed, slots=400,
+        attn=partial(TileAttention, exact=True),
+    )  # fmt: skip
+    rig.executor.device.seconds = lambda begin, end: 0.0 if begin is end else 2e-3  # type: ignore[method-assign]
+    prefills, target, launched = rig.executor.prefills, rig.executor.target, list[bool]()
+    run = target.run
+
+    def counted(batch: Any, *more: Any, **how: Any) -> Any:
+        if batch.chunks:
+            launched.append(batch.images is not None)
+        return run(batch, *more, **how)
+
+    monkeypatch.setattr(target, "run", counted)
+    assert answers(rig, prompts, case[3]).tokens == case[4].tokens
+    assert (prefills.mixed_replays if mixed else prefills.replays) > 2
+    mutual = any(image.mutual for _, images in prompts for image in images)
+    assert (all(launched) if mutual else not launched) and len(launched) >= mutual
 
 
 @pytest.mark.further(case=OTHERS)

@@ -13,7 +13,7 @@ from layer_kinds import HYBRIDS, KINDS, RECURRENT, config_of
 
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.core import Chunk
-from draftwing.engine import prefill_graphs
+from draftwing.engine import prefill_graphs, prefill_inputs
 from draftwing.engine.graphs import WANTED, Key
 from draftwing.ops.attention.batch import Batch, spans_of
 from draftwing.requests.request import LogprobParams
@@ -35,8 +35,8 @@ def watch(prefills):
     """(from graphs, without), counted from now on."""
     counts, run = [0, 0], prefills.run
 
-    def spy(chunks):
-        found = run(chunks)
+    def spy(*asked):
+        found = run(*asked)
         counts[found is None] += 1
         return found
 
@@ -79,7 +79,7 @@ def test_layers_of_several_shapes_have_tiles_of_their_own(harness, monkeypatch, 
 def test_recurrent_layers(harness, monkeypatch, kind):
     """Prompts in parts, of which snapshots are taken, and again from these."""
     model = harness.model_of(config_of(RECURRENT[kind], harness.CONTEXT))
-    monkeypatch.setattr(prefill_graphs, "MAX_CHUNKS", 6)
+    monkeypatch.setattr(prefill_inputs, "MAX_CHUNKS", 6)
     prompts = harness.prompts_for(3)
     params = [harness.greedy(4) if i % 2 else harness.seeded(4, seed=i) for i in range(len(prompts))]
     expected = harness.plain_answers(model, prompts, params)
@@ -98,7 +98,7 @@ def test_states_of_rows_are_those_of_a_forward(harness, monkeypatch):
     """And snapshots, of more chunks than one; a graph's padding leaves the dummy row's state as it was. Of more
     snapshots than a graph has room for there is none."""
     model = harness.model_of(config_of(HYBRIDS["delta"], harness.CONTEXT))
-    monkeypatch.setattr(prefill_graphs, "MAX_CHUNKS", 4)
+    monkeypatch.setattr(prefill_inputs, "MAX_CHUNKS", 4)
     rig = rig_of(harness, model, monkeypatch, (8, 16), kernels=True, states=StateSizes(16, 16, 4))
     slots, executor, states = rig.slots, rig.executor, rig.pool.states
     generator = torch.Generator().manual_seed(3)
@@ -163,7 +163,7 @@ def test_states_are_those_of_a_forward(harness, model, monkeypatch):
 
 @torch.inference_mode()
 def test_what_no_graph_is_for(harness, model, monkeypatch):
-    monkeypatch.setattr(prefill_graphs, "MAX_CHUNKS", 4)
+    monkeypatch.setattr(prefill_inputs, "MAX_CHUNKS", 4)
     rig = rig_of(harness, model, monkeypatch, (16, 1 << 20))
     prefills = rig.executor.prefills
     assert prefills.sizes == [16] and len(rig.executor.captures) == len(rig.executor.graphs) + 1
@@ -177,7 +177,7 @@ def test_sizes_that_take_as_long_as_larger_ones_are_left_out(harness, model, mon
     monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (2,))
     rig = rig_of(harness, model, monkeypatch, (8, 16, 24, 32), size=2, mixed=True)
     prefills, key = rig.executor.prefills, Key(PLAIN, 2)
-    took = {prefills._graphs[size][0]: ms for size, ms in ((8, 9.0), (16, 4.0), (24, 6.5), (32, 6.0))}
+    took = {prefills._graphs[size, False][0]: ms for size, ms in ((8, 9.0), (16, 4.0), (24, 6.5), (32, 6.0))}
     replayed = []
 
     def timed(fn, times):
@@ -189,7 +189,7 @@ def test_sizes_that_take_as_long_as_larger_ones_are_left_out(harness, model, mon
     prefills.leave(key)
     prefills.drop_slow()
     assert replayed == [6.0, 6.5, 4.0] and prefills.sizes == [8, 16, 32] and prefills.mixed_sizes == [16, 32]
-    assert prefills.later == {(30, key): 0, (14, key): 0}
+    assert prefills.later == {(30, key, False): 0, (14, key, False): 0}
     before = prefills.replays
     with torch.inference_mode():
         assert prefills.run([Chunk(0, 0, 20, True)]) is not None and prefills.replays == before + 1
@@ -266,8 +266,8 @@ def test_prompts_beside_rows_that_decode(harness, model, monkeypatch, exact, dra
     prefills, counts, shapes = rig.executor.prefills, [0, 0], set()
     run = prefills.run_mixed
 
-    def spy(chunks, key):
-        found, queries = run(chunks, key), key.size * key.shape.queries
+    def spy(chunks, key, *more):
+        found, queries = run(chunks, key, *more), key.size * key.shape.queries
         assert (found is None) == (sum(chunk.length for chunk in chunks) > (16 - queries) // 2 * 2), "16 are in one"
         counts[found is None] += 1
         shapes.add(key.shape)
@@ -293,7 +293,7 @@ def test_recurrent_layers_beside_rows_that_decode(harness, monkeypatch, kind):
     monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (2,))
     monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
     monkeypatch.setattr(prefill_graphs, "MIXED_NODES", 6)
-    monkeypatch.setattr(prefill_graphs, "MAX_CHUNKS", 4)
+    monkeypatch.setattr(prefill_inputs, "MAX_CHUNKS", 4)
     model = harness.model_of(config_of(RECURRENT[kind], harness.CONTEXT))
     prompts = harness.prompts_for(4, longest=12)
     params = [harness.greedy(5 + i % 3) for i in range(len(prompts))]
@@ -396,7 +396,7 @@ def test_graphs_are_wanted_when_forwards_take_turns(harness, model, monkeypatch)
     executor.captures.capture_next()
     assert not steps and executor.captures.wanted
     executor.captures.capture_next()
-    assert {size for size, _ in prefills.later} == {30} and not executor.captures.wanted
+    assert {size for size, *_ in prefills.later} == {30} and not executor.captures.wanted
     steps[Key(PLAIN, 2)] = 2
     executor.captures.capture_next()
     assert not steps and prefills.later, "a step and two of another kind"

@@ -12,7 +12,7 @@ from draftwing.core import NOBODY
 from draftwing.engine.devices.base import Device
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.graphs import GraphCache, Key, RecordedStages, first_sizes, graph_keys
-from draftwing.engine.prefill_graphs import PrefillGraphs
+from draftwing.engine.prefill_graphs import Mixed, PrefillGraphs
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.tree_steps import TreeSteps
 from draftwing.log import progress_bar
@@ -49,9 +49,9 @@ class Captures:
             for key in todo:
                 self._capture(key)
                 bar.update()
-                prefills.leave(key)
+                prefills.leave(key, some and self._table.adapters is not None)
                 while not some and prefills.later:
-                    self._capture_mixed(*next(iter(prefills.later)))
+                    self._capture_mixed(next(iter(prefills.later)))
                     bar.update()
         self._device.trim()  # what the first calls took
         return todo
@@ -72,7 +72,7 @@ class Captures:
         steps, mixed = self._graphs.later, self._prefills.later
         try:
             if mixed and (self._prefills.wanted > self._graphs.wanted or not steps):
-                self._capture_mixed(*max(mixed, key=lambda one: mixed[one]))
+                self._capture_mixed(max(mixed, key=lambda one: mixed[one]))
             elif steps:
                 key = max(steps, key=lambda key: steps[key])
                 del steps[key]
@@ -113,8 +113,9 @@ class Captures:
         del launched  # its memory is for the next key's graphs
         self._graphs.finish(key)
 
-    def _capture_mixed(self, size: int, key: Key) -> None:
+    def _capture_mixed(self, one: Mixed) -> None:
         """Captures a graph of a step with parts of prompts beside it."""
+        key = one[1]
         self._graphs.set_rows(NOBODY, key.size)
         drafted = self._graphs.run("draft", key, self._steps.draft, self._steps.graph_step(key, False))
-        self._prefills.capture_mixed(size, key, drafted.batch, self._graphs.left("verify", key))
+        self._prefills.capture_mixed(one, drafted.batch, self._graphs.left("verify", key))

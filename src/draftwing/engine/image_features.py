@@ -88,10 +88,9 @@ class ImageFeatures:
         any."""
         if not any(chunk.row in self._rows for chunk in plan.chunks):
             return batch
-        at, rows = self._features(plan.chunks)
+        images = self._features(plan.chunks)
         turns = None if self.shift is None else self._device.upload(self._turns(plan.chunks).ravel()).view(3, -1)
-        images = None if not rows else ImageRows(self._device.upload(at), torch.cat(rows), self._tower.config.deep)
-        mutual = self._tower.config.mutual if rows else ""
+        mutual = self._tower.config.mutual if images is not None else ""
         if mutual:
             batch = batch._replace(mutual=mutual, chunks=self._mutual(plan.chunks, batch))
         for chunk in plan.chunks:
@@ -99,17 +98,26 @@ class ImageFeatures:
                 self._rows.pop(chunk.row, None)
         return batch._replace(turns=turns, images=images)
 
-    def _features(self, chunks: Sequence[Chunk]) -> tuple[IntArray, list[Tensor]]:
-        """Returns which queries of the chunks stand for images, and their rows."""
-        at, rows, offset = [np.empty(0, np.int64)], list[Tensor](), 0
+    def _features(self, chunks: Sequence[Chunk]) -> ImageRows | None:
+        """Returns the rows of queries of the chunks that stand for images; None where none does."""
+        parts, offset = list[tuple[int, Tensor]](), 0  # where some of an image's rows begin, and they
         for chunk in chunks:
             for image in self._rows[chunk.row].images if chunk.row in self._rows else ():
                 first, end = max(image.start, chunk.start), min(image.end, chunk.start + chunk.length)
                 if first < end:
-                    at.append(np.arange(first, end) - chunk.start + offset)
-                    rows.append(self._of(image, self._rows[chunk.row].salt)[first - image.start : end - image.start])
+                    part = self._of(image, self._rows[chunk.row].salt)[first - image.start : end - image.start]
+                    parts.append((first - chunk.start + offset, part))
             offset += chunk.length
-        return np.concatenate(at), rows
+        if not parts:
+            return None
+        mask = np.zeros(-(-offset // 8) * 8, np.bool_)
+        rows = parts[0][1].new_empty(offset, parts[0][1].shape[1])
+        for at, part in parts:
+            mask[at : at + len(part)] = True
+            rows[at : at + len(part)] = part
+        return ImageRows(
+            self._device.upload(mask.view(np.int64)).view(torch.bool)[:offset], rows, self._tower.config.deep
+        )
 
     def _mutual(self, chunks: Sequence[Chunk], batch: Batch) -> tuple[ChunkSpan, ...]:
         """Returns the spans of chunks with the images in them."""

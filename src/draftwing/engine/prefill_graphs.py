@@ -2,8 +2,11 @@
 the result of the step before waits to be looked at, and with it whoever reads the answer.
 
 A graph is of a number of queries, not of certain prompts: whose they are, where they stand and how attention is cut
-into tiles is read from one fixed buffer, which one copy fills. What a plan has less than that is a chunk of the slot
+into tiles is read from one fixed buffer (`PrefillInputs`). What a plan has less than that is a chunk of the slot
 table's dummy row, from its beginning: it reads and writes the pool's dummy slot. Recurrent layers leave it out.
+
+Where a model reads images any query of a graph may have a row of features in place of its embedding, and in text none
+has: that takes some microseconds. Adapters take more, so queries with adapters have graphs of their own.
 
 Where prompts are mixed with rows that decode, there are graphs of both: of a number of queries in all, and of a shape
 and a number of rows for which there are graphs of tree steps. Matrices are multiplied with tiles of rows, and one row
@@ -20,25 +23,23 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from draftwing.config.trees import TreeShape
-from draftwing.core import Chunk, IntArray
+from draftwing.core import Chunk
 from draftwing.engine.devices.base import Device
 from draftwing.engine.graphs import WANTED, Key
+from draftwing.engine.prefill_inputs import ImageShape, PrefillInputs
 from draftwing.engine.row_table import RowTable
 from draftwing.ops.attention.attend import TiledAttention
-from draftwing.ops.attention.batch import Batch, HeadShape, spans_of
+from draftwing.ops.attention.batch import Batch, HeadShape
 from draftwing.ops.upload import evens
 
 # Queries. On an H200 768 of an 8B model take as long as their launches do. More than 1,024 are rarely prefilled at once
 # while requests decode; where they are, the result of the step before waits for up to 18 ms of launches.
 SIZES = tuple(evens(1024))
-_SAVES = 2  # states that are written of a chunk on average, the one at its end among them
-MAX_CHUNKS = 64  # of a graph, the dummy row's included: tiles are for so many, and empty ones cost something, too
 
 # That decode beside prompts: a row more costs what a token of a prompt does. Swept, as MIXED_QUERIES, in
 # docs/dev/mixed_steps.md. Powers of two, see `first_sizes`.
@@ -58,17 +59,8 @@ PADDED = 1.1  # times the seconds of a size without a graph, that a prompt may t
 
 log = logging.getLogger("draftwing")
 States = tuple[Tensor, Tensor | None]  # hidden states [M, H], and auxiliary ones
-Forward = Callable[[Batch, Batch | None], States]
-
-
-class Inputs(NamedTuple):
-    """Parts of the buffer that the graphs of one size read; each begins at an even place, as `RowTable._send` says."""
-
-    token_rows: Tensor  # [M] row of each query
-    positions: Tensor  # [M]
-    rows: Tensor  # [C] row of each chunk
-    tiles: dict[HeadShape, Tensor]  # [T, 6] int32, as `Batch.tiles`
-    walks: tuple[Tensor, Tensor] | None  # as `Batch.walks`, of `_SAVES` segments a chunk
+Forward = Callable[[Batch, Batch | None, bool], States]
+Mixed = tuple[int, Key, bool]  # queries of prompts, what decodes beside them, and whether any may have adapters
 
 
 class Sizes(NamedTuple):
@@ -109,23 +101,22 @@ class PrefillGraphs:
         max_queries: int,
         forward: Forward,
         rows: int,
+        images: ImageShape | None = None,
     ) -> None:
         """shapes: of the target's attention; max_queries: of a plan, 0 where there are no graphs of prompts; forward:
-        the target's, of prompts and of the trees in front of them; rows: most that decode beside prompts, 0 where
-        nothing is mixed."""
-        self._device, self._table, self._attn, self._shapes, self._forward = device, table, attn, shapes, forward
+        the target's, of prompts and of the trees in front of them, with adapters or without; rows: most that decode
+        beside prompts, 0 where nothing is mixed; images: None where no graph is for prompts with such."""
+        self._device, self._table, self._forward = device, table, forward
         self._pool = "prompts" if rows else "steps"  # of these graphs' memory
         self._sizes = Sizes.of(max_queries, table.length, rows)
         self.sizes, self.mixed_sizes = self._sizes.prompts, self._sizes.mixed
         self.seconds: dict[int, float] = {}  # of prompts alone, by queries, where that was measured
         self.replays = self.mixed_replays = 0  # of prompts alone, and beside rows that decode
-        self._has_walks = table.states is not None
-        words = max((self._words(size) for size in self.sizes), default=0)
-        self._buffer = table.kv_len.new_zeros(words)
-        self._graphs: dict[int, tuple[Callable[[], None], States]] = {}
-        self._mixed: dict[tuple[int, Key], Callable[[], None]] = {}  # by queries of prompts, and what decodes
-        # What is still to be captured, and forwards that took turns for want of it.
-        self.later: dict[tuple[int, Key], int] = {}
+        self._inputs = PrefillInputs(device, table, attn, shapes, self.sizes, images)
+        # By queries, and whether any may have adapters: then these leave what they give where the others do.
+        self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], States]] = {}
+        self._mixed: dict[Mixed, Callable[[], None]] = {}
+        self.later: dict[Mixed, int] = {}  # what is still to be captured, and forwards that took turns for want of it
         self._mixed_states: States | None = None  # where all of these leave what they give of prompts
 
     def __len__(self) -> int:
@@ -133,14 +124,18 @@ class PrefillGraphs:
 
     def planned(self, keys: Sequence[Key]) -> int:
         """Returns how many graphs there are beside those of steps, once all are captured, of these keys."""
-        return self._sizes.planned(keys)
+        return self._sizes.planned(keys) + len(self.sizes) * (self._table.adapters is not None)
 
     def capture(self, bar: tqdm[Any]) -> None:
         """Captures all sizes, the largest first."""
         for size in reversed(self.sizes):
-            self._fill(size, ())
-            self._graphs[size] = self._device.record(partial(self._run, self._inputs(size)), self._pool)
+            self._inputs.fill(size, ())
+            self._graphs[size, False] = self._device.record(partial(self._run, size), self._pool)
             bar.update()
+            if self._table.adapters is not None:
+                states = self._graphs[size, False][1]
+                self._graphs[size, True] = self._device.record(partial(self._run, size, states), self._pool)
+                bar.update()
 
     @torch.inference_mode()
     def drop_slow(self) -> None:
@@ -149,13 +144,14 @@ class PrefillGraphs:
         are not looked at. Nothing may run."""
         for size in reversed(self.sizes):
             if size >= MIXED_QUERIES:
-                self._fill(size, [Chunk(self._table.rows, 0, size, True)])  # recurrent layers run for no padding
-                self.seconds[size] = min(self._device.timed(self._graphs[size][0], TIMES))
+                self._inputs.fill(size, [Chunk(self._table.rows, 0, size, True)])  # recurrent layers run for no padding
+                self.seconds[size] = min(self._device.timed(self._graphs[size, False][0], TIMES))
         for size in slow_sizes(self.seconds):
             log.debug("%d tokens of prompts take too long: they have no graph", size)
             self.sizes.remove(size)
             self.mixed_sizes.remove(size)
-            del self._graphs[size], self.seconds[size]
+            self._graphs.pop((size, True), None)
+            del self._graphs[size, False], self.seconds[size]
         self.later = {one: lost for one, lost in self.later.items() if one[0] in self._sizes.beside(one[1])}
 
     @property
@@ -164,23 +160,25 @@ class PrefillGraphs:
         is worth an interruption."""
         return max(self.later.values(), default=0) / WANTED
 
-    def took_turns(self, chunks: Sequence[Chunk], key: Key) -> None:
+    def took_turns(self, chunks: Sequence[Chunk], key: Key, adapted: bool = False) -> None:
         """Notes a prefill beside a step of this key that had a forward of its own, for want of a graph."""
-        wanted = self.size(chunks, key), key
+        wanted = self.size(chunks, key), key, adapted
         if wanted in self.later:
             self.later[wanted] += 1
 
-    def leave(self, key: Key) -> None:
-        """Leaves all sizes beside a step of this key to `capture_mixed`."""
-        self.later |= dict.fromkeys(((size, key) for size in reversed(self._sizes.beside(key))), 0)
+    def leave(self, key: Key, adapted: bool = False) -> None:
+        """Leaves all sizes beside a step of this key to `capture_mixed`. adapted: with adapters, too."""
+        every = [(size, key, kind) for kind in (False, True)[: 1 + adapted] for size in self._sizes.beside(key)[::-1]]
+        self.later |= dict.fromkeys(every, 0)
 
-    def capture_mixed(self, size: int, key: Key, trees: Batch, states: States) -> None:
+    def capture_mixed(self, one: Mixed, trees: Batch, states: States) -> None:
         """Captures what was left of prompts beside a step. trees, states: what its stage `draft` has left, and where
         `verify` leaves what it gives."""
-        del self.later[size, key]
-        self._fill(size, ())
-        run = partial(self._run_mixed, self._inputs(size), trees, states)
-        self._mixed[size, key], _ = self._device.record(run, self._pool)
+        del self.later[one]
+        size, _, adapted = one
+        self._inputs.fill(size, ())
+        run = partial(self._run_mixed, size, adapted, trees, states)
+        self._mixed[one], _ = self._device.record(run, self._pool)
 
     def clear(self) -> None:
         """Lets go of all graphs."""
@@ -189,15 +187,17 @@ class PrefillGraphs:
         self.later.clear()
         self._mixed_states = None
 
-    def run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor | None] | None:
+    def run(self, chunks: Sequence[Chunk], batch: Batch | None = None, adapted: bool = False) -> States | None:
         """Returns what the forward gives of the chunks' queries, as long as no graph runs after it; None where there is
-        no graph of so many queries or chunks."""
+        no graph of so many queries or chunks. batch: theirs, where images may be in it.  adapted: whether any has an
+        adapter."""
         tokens = sum(chunk.length for chunk in chunks)
         at = bisect_left(self.sizes, tokens)
-        if at == len(self.sizes) or self.sizes[at] not in self._graphs or not self._takes(self.sizes[at], chunks):
+        size = self.sizes[at] if at < len(self.sizes) else 0
+        if (size, adapted) not in self._graphs or not self._inputs.takes(size, chunks, batch):
             return None
-        self._fill(self.sizes[at], chunks)
-        replay, (hidden, aux_hidden) = self._graphs[self.sizes[at]]
+        self._inputs.fill(size, chunks, batch)
+        replay, (hidden, aux_hidden) = self._graphs[size, adapted]
         replay()
         self.replays += 1
         return hidden[:tokens], None if aux_hidden is None else aux_hidden[:tokens]
@@ -213,97 +213,39 @@ class PrefillGraphs:
         """Returns the queries of prompts of the graph of these beside a step of this key; 0: there is none."""
         tokens = sum(chunk.length for chunk in chunks)
         size = next((size for size in self._sizes.beside(key) if size >= tokens), 0)
-        return size if self._takes(size, chunks) else 0
+        return size if self._inputs.takes(size, chunks) else 0
 
-    def run_mixed(self, chunks: Sequence[Chunk], key: Key) -> States | None:
+    def run_mixed(
+        self, chunks: Sequence[Chunk], key: Key, batch: Batch | None = None, adapted: bool = False
+    ) -> States | None:
         """Runs one forward of what `draft` of the key has left, and of the chunks' queries, of which it returns what it
-        gives; as `run` otherwise."""
+        gives; as `run` otherwise. adapted: whether a query of either has an adapter."""
         tokens, size = sum(chunk.length for chunk in chunks), self.size(chunks, key)
-        if (size, key) not in self._mixed:
+        if (size, key, adapted) not in self._mixed or not self._inputs.takes(size, chunks, batch):
             return None
-        self._fill(size, chunks)
-        self._mixed[size, key]()
+        self._inputs.fill(size, chunks, batch)
+        self._mixed[size, key, adapted]()
         self.mixed_replays += 1
         assert self._mixed_states is not None
         return cut(self._mixed_states, 0, tokens)[1]
 
-    # -- the buffer -------------------------------------------------------------------------------------------------
+    def _run(self, size: int, beside: States | None = None) -> States:
+        """beside: where the same without adapters leaves what it gives; None: it is without."""
+        found = self._forward(self._inputs.batch(size), None, beside is not None)
+        if beside is None:
+            return found
+        put(beside, found)
+        return beside
 
-    def _takes(self, size: int, chunks: Sequence[Chunk]) -> bool:
-        """Returns whether the buffer of a graph of so many queries has room for the chunks."""
-        ends = sum(len(chunk.saves) + 1 for chunk in chunks)
-        return len(chunks) < MAX_CHUNKS and ends <= self._chunks(size) * _SAVES
-
-    def _chunks(self, size: int) -> int:
-        return min(size, MAX_CHUNKS)
-
-    def _tiles(self, size: int, shape: HeadShape) -> int:
-        return self._attn.max_tiles(size, self._chunks(size), shape)
-
-    def _parts(self, size: int) -> list[int]:
-        """Returns words of each part of the buffer."""
-        tiles = [self._tiles(size, shape) * 3 for shape in self._shapes]
-        chunks = self._chunks(size)
-        walks = [(chunks * 5 + 1) // 2, chunks * _SAVES] if self._has_walks else []
-        return [size, size, chunks, *walks, *tiles]
-
-    def _words(self, size: int) -> int:
-        return sum(self._parts(size))
-
-    def _inputs(self, size: int) -> Inputs:
-        token_rows, positions, rows, *words = self._buffer[: self._words(size)].split(self._parts(size))
-        walks = None
-        if self._has_walks:
-            spans, segments, *words = words
-            chunks = self._chunks(size)
-            walks = spans.view(torch.int32)[: chunks * 5].view(-1, 5), segments.view(torch.int32).view(-1, 2)
-        tiles = [part.view(torch.int32).view(-1, 6) for part in words]
-        return Inputs(token_rows, positions, rows, dict(zip(self._shapes, tiles, strict=True)), walks)
-
-    def _fill(self, size: int, chunks: Sequence[Chunk]) -> None:
-        left = size - sum(chunk.length for chunk in chunks)
-        whole = [*chunks, Chunk(self._table.rows, 0, left, False)] if left else [*chunks]
-        rows = np.full(self._chunks(size), self._table.rows, np.int64)
-        rows[: len(whole)] = [chunk.row for chunk in whole]
-        parts: list[IntArray] = [
-            np.concatenate([np.full(chunk.length, chunk.row, np.int64) for chunk in whole]),
-            np.concatenate([np.arange(chunk.start, chunk.start + chunk.length) for chunk in whole]),
-            rows,
-        ]
-        if self._has_walks:
-            walks = self._attn.chunk_walks(spans_of(chunks), size)
-            parts += [_words_of(part, words) for part, words in zip(walks, self._parts(size)[3:5], strict=True)]
-        for shape in self._shapes:
-            words = self._tiles(size, shape) * 3
-            parts.append(_words_of(self._attn.chunk_tiles(spans_of(whole), shape), words))
-        self._device.upload_into(self._buffer[: self._words(size)], np.concatenate(parts))
-
-    def _run(self, inputs: Inputs) -> States:
-        return self._forward(self._batch(inputs), None)
-
-    def _run_mixed(self, inputs: Inputs, trees: Batch, states: States) -> None:
+    def _run_mixed(self, size: int, adapted: bool, trees: Batch, states: States) -> None:
         nodes = trees.ids.shape[0]
-        of_trees, (hidden, aux_hidden) = cut(self._forward(self._batch(inputs), trees), nodes)
+        of_trees, (hidden, aux_hidden) = cut(self._forward(self._inputs.batch(size), trees, adapted), nodes)
         if self._mixed_states is None:
             most = self.mixed_sizes[-1]
             aux = None if aux_hidden is None else aux_hidden.new_empty(most, aux_hidden.shape[1])
             self._mixed_states = hidden.new_empty(most, hidden.shape[1]), aux
         put(states, of_trees)
         put(cut(self._mixed_states, hidden.shape[0])[0], (hidden, aux_hidden))
-
-    def _batch(self, inputs: Inputs) -> Batch:
-        table, (token_rows, positions, rows, tiles, walks) = self._table, inputs
-        return Batch(
-            rows=rows,
-            ids=table.tokens_at(token_rows, positions),
-            positions=positions,
-            write_slots=table.slots_at(token_rows, positions),
-            table=table.page_table,
-            prefix_len=rows,  # nobody reads it: tiles say where a chunk begins
-            tiles=tiles,
-            query_rows=token_rows,
-            walks=walks,
-        )
 
 
 def slow_sizes(times: Mapping[int, float]) -> list[int]:
@@ -316,13 +258,6 @@ def slow_sizes(times: Mapping[int, float]) -> list[int]:
         else:
             above = seconds
     return slow[::-1]
-
-
-def _words_of(found: Tensor, words: int) -> IntArray:
-    """found: int32 -> the same in so many words [words] int64, with zeros behind it, which are chunks of no length."""
-    part = np.zeros(words * 2, np.int32)
-    part[: found.numel()] = found.numpy().reshape(-1)
-    return part.view(np.int64)
 
 
 def put(into: States, states: States) -> None:

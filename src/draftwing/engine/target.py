@@ -15,6 +15,7 @@ from draftwing.core import Chunk
 from draftwing.engine.devices.base import Device
 from draftwing.engine.graphs import Beside, GraphCache, Key
 from draftwing.engine.prefill_graphs import PrefillGraphs, States, cut
+from draftwing.engine.prefill_inputs import ImageShape
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import Pending, Verified
 from draftwing.models.decoder import DecoderModel, Narrowed
@@ -36,7 +37,8 @@ class TargetForward:
         has_graphs = graph_size > 0 and attn.takes_tiles and not model.needs_chunks
         self.prefills = PrefillGraphs(
             device, table, cast(TiledAttention, attn), model.head_shapes(),
-            (chunk or table.length) if has_graphs else 0, self.run, graph_size if mixed else 0,
+            (chunk or table.length) if has_graphs else 0, self._captured, graph_size if mixed else 0,
+            _image_shape(model),
         )  # fmt: skip
 
     def mixes(self, shape: TreeShape, rows: int) -> int:
@@ -61,10 +63,19 @@ class TargetForward:
             if positions.dim() > 1:
                 before = before.expand(3, -1)
             ids, positions = torch.cat((trees.ids, ids)), torch.cat((before, positions), -1)
-            images = None if images is None else images._replace(at=images.at + trees.ids.shape[0])
+            images = None if images is None else images._replace(first=trees.ids.shape[0])
         if images is None and adapted is None:
             return self._model(ids, positions, attend, self._aux_layers, narrowed)
         return self._model(ids, positions, attend, self._aux_layers, narrowed, images, adapted)
+
+    def _captured(self, batch: Batch, trees: Batch | None, adapted: bool) -> States:
+        """Does as `run`, for graphs of prompts."""
+        slots = None
+        if adapted:
+            assert self._table.adapters is not None and batch.query_rows is not None
+            slots = self._ops.row_slots(self._table.adapters, batch.query_rows, 1)
+            slots = slots if trees is None else torch.cat((self._slots(trees), slots))
+        return self.run(batch, trees, adapted=slots)
 
     def verify_adapted(self, batch: Batch) -> States:
         """Runs the target over trees of which some rows have adapters."""
@@ -85,11 +96,8 @@ class TargetForward:
 
     def prefill(self, pending: Pending) -> Verified:
         """Runs the target over a prefill."""
-        return Verified(*self._replayed(pending) or self._prompts(pending))
-
-    def _replayed(self, pending: Pending) -> States | None:
-        """Returns `PrefillGraphs.run`; graphs know of no images and no adapters."""
-        return self.prefills.run(pending.plan.chunks) if _is_plain(pending) else None
+        plan = pending.plan
+        return Verified(*self.prefills.run(plan.chunks, pending.batch, plan.adapted) or self._prompts(pending))
 
     def _prompts(self, pending: Pending) -> States:
         """Runs the target over a prefill. Where its last layers keep nothing they get the queries alone whose results
@@ -103,9 +111,9 @@ class TargetForward:
         narrowed = Narrowed(upload.last, self._attn.bind(ends, 0) if ends.chunks else Attend())
         return self.run(batch, narrowed=narrowed, adapted=adapted)
 
-    def is_left(self, key: Key, chunks: Sequence[Chunk]) -> bool:
+    def is_left(self, key: Key, chunks: Sequence[Chunk], adapted: bool) -> bool:
         """Returns whether a graph of such prompts beside a step of this key is still to be captured."""
-        return (self.prefills.size(chunks, key), key) in self.prefills.later
+        return (self.prefills.size(chunks, key), key, adapted) in self.prefills.later
 
     def _mixed_slots(self, trees: Batch, prompts: Pending, adapted: bool) -> Tensor | None:
         """Returns the slots of adapters of trees and of a prefill behind them; None where there are none."""
@@ -132,26 +140,28 @@ class TargetForward:
                 slots = None if slots is None else F.pad(slots, (0, total - end))
             first, other = cut(self.run(batch, trees, adapted=slots), queries, end)
             return Verified(*first), Verified(*other)
-        plain = _is_plain(prompts) and not adapted
-        found = self.prefills.run_mixed(chunks, key) if plain else None
-        if found is not None:
-            return self._graphs.left("verify", key), Verified(*found)
-        # Two forwards from graphs take less time than the launches of one over both.
-        if plain:
-            self.prefills.took_turns(chunks, key)
-        if adapted:
-            self._graphs.run("verify", Beside(key), self.verify_adapted, trees)
-        else:
-            self._graphs.run("verify", key, self.run)
-        found = self._replayed(prompts) or self.run(batch, adapted=self._prompt_slots(prompts))
+        any_adapted = adapted or prompts.plan.adapted
+        found = self.prefills.run_mixed(chunks, key, batch, any_adapted)
+        if found is None:
+            # Two forwards from graphs take less time than the launches of one over both.
+            self.prefills.took_turns(chunks, key, any_adapted)
+            if adapted:
+                self._graphs.run("verify", Beside(key), self.verify_adapted, trees)
+            else:
+                self._graphs.run("verify", key, self.run)
+            found = self.prefills.run(chunks, batch, prompts.plan.adapted)
+            found = found or self.run(batch, adapted=self._prompt_slots(prompts))
         return self._graphs.left("verify", key), Verified(*found)
 
 
-def _is_plain(prompts: Pending) -> bool:
-    """Returns whether graphs of prompts know all of it."""
-    batch = prompts.batch
-    assert batch is not None
-    return batch.turns is None and batch.images is None and not prompts.plan.adapted
+def _image_shape(model: DecoderModel) -> ImageShape | None:
+    """Returns what images have in prompts that run from graphs, None where they do not: where tokens of an image see
+    each other, the host says which."""
+    if model.tower is None or model.tower.config.mutual:
+        return None
+    config = model.tower.config
+    in_axes = any(rope.sections for rope in model.config.ropes)
+    return ImageShape(config.row_size, config.deep, in_axes, model.dtype)
 
 
 def _turns(batch: Batch) -> Tensor:

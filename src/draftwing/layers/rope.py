@@ -165,12 +165,17 @@ class Rope(nn.Module):
         super().__init__()
         self.config, self.head_dim = config, head_dim
         self.register_buffer("table", torch.empty(0, dtype=dtype), persistent=False)
+        self._axis = torch.empty(0, dtype=torch.int64)  # [head_dim]: of each element, where positions have three axes
 
     def make(self, positions: int, dtype: torch.dtype, device: torch.device, context: int = 0) -> None:
         """Makes the table; every position of a later call must be below `positions`. context: that texts have at most,
         0: so many positions."""
         config = self.config.for_context(context or positions)
         self.table = rope_table(config, self.head_dim, positions, dtype, device)
+        axis = torch.zeros(self.head_dim // 2, dtype=torch.int64)
+        for i, count in enumerate(config.sections[1:], 1):
+            axis[i : 3 * count : 3] = i
+        self._axis = axis.repeat(2).to(device)
 
     def forward(self, positions: Tensor, ops: LayerOps) -> tuple[Tensor, Tensor]:
         """positions [M] int64, or [3, M] in three axes -> cos, sin [M, 1, head_dim], or [M, 2, head_dim], of keys and
@@ -185,11 +190,8 @@ class Rope(nn.Module):
 
     def _of_axes(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [3, M] -> cos, sin [M, 1, head_dim]: each pair has those of its axis."""
-        axis = torch.zeros(self.head_dim // 2, dtype=torch.int64, device=positions.device)
-        for i, count in enumerate(self.config.sections[1:], 1):
-            axis[i : 3 * count : 3] = i
-        every = self.table[positions]  # [3, M, 2, head_dim]
-        chosen = every.gather(0, axis.repeat(2).expand(1, *every.shape[1:]))[0]
+        places = positions.T[:, self._axis]  # [M, head_dim]
+        chosen = self.table.gather(0, places.unsqueeze(1).expand(-1, 2, -1))
         return chosen[:, :1], chosen[:, 1:]
 
 

@@ -208,7 +208,7 @@ class DecoderModel(nn.Module):
             if (end := cast(DecoderLayer, layer).end) is not None:
                 x = end(x, None if embeddings is None else embeddings[:, i - 1])
             if images is not None and i <= deep:
-                x = x.index_add(0, images.at, images.rows.unflatten(1, (1 + deep, -1))[:, i])
+                images.add(x, i)
                 normed = None if normed is None else self._norms[i](x)
             if i in aux_layers:
                 streams[i] = x
@@ -229,13 +229,15 @@ class DecoderModel(nn.Module):
         have none."""
         x = self.embed(ids)
         x = x if self._embed_scale == 1 else self._ops.add_scaled(x, None, self._embed_scale)
-        return x if images is None else x.index_copy(0, images.at, images.rows[:, : x.shape[1]])
+        if images is not None:
+            images.put(x)
+        return x
 
     def _blanked(self, ids: Tensor, images: ImageRows | None) -> Tensor:
         """ids [M] -> the same with `TowerConfig.blank` where there are images, for embeddings by layer."""
         if images is None or self.config.tower is None:
             return ids
-        return ids.index_fill(0, images.at, self.config.tower.blank)
+        return images.blanked(ids, self.config.tower.blank)
 
     def take_adapters(self, weights: Mapping[str, AdapterWeights], deterministic: bool) -> None:
         """Lets adapters add to products from now on, in forwards that say which. weights: of `Linear`s by name, all of

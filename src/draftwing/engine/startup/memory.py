@@ -319,24 +319,27 @@ def graph_bytes(
         found = found + prompts if mixed else max(found, prompts)  # graphs of both have memory of their own
         hidden, dtype = executor.model.config.hidden_size, executor.model.dtype
         found += kept_bytes(tokens, hidden, executor.aux_layers, dtype, mixed)
+        if executor.model.tower is not None:
+            found += prefill_sizes(tokens)[-1] * executor.model.tower.config.row_size * dtype.itemsize
     drafter = executor.drafter
     if drafter is not None and drafter.from_tokens:  # a draft model, whose layers run for each level but the first
         levels = sum(max(key.shape.depth - 1, 0) for key in graph_keys(menu, batch_sizes(graph_size)))
         found += levels * len(drafter.kv_layers) * LAYER_BYTES
-    forwards, others = graph_counts(executor, menu, graph_size, tokens, length, mixed)
+    forwards, others = graph_counts(executor, menu, graph_size, tokens, length, mixed, options.serves_adapters)
     return found + forwards * executor.model.config.num_layers * LAYER_BYTES + others * STAGE_BYTES
 
 
 def graph_counts(
-    executor: Executor, menu: Sequence[TreeShape], graph_size: int, tokens: int, length: int, mixed: bool
-) -> tuple[int, int]:
+    executor: Executor, menu: Sequence[TreeShape], graph_size: int, tokens: int, length: int, mixed: bool,
+    adapted: bool = False,
+) -> tuple[int, int]:  # fmt: skip
     """Returns how many graphs there will be with a forward of the target, and of other stages. tokens: most of a
-    prefill; length: of a row; mixed: whether prompts run beside steps."""
+    prefill; length: of a row; mixed: whether prompts run beside steps; adapted: whether adapters are served."""
     keys = graph_keys(executor.common_shapes(menu), batch_sizes(graph_size))
     sizes = Sizes.of(tokens, length, graph_size if mixed else 0)
     prompts = 0 if executor.model.needs_chunks else sizes.planned(keys)
     others = 3 if executor.ops.draws_by_row else 2  # of `commit` there is one that filters
-    return len(keys) + prompts, others * len(keys)
+    return (len(keys) + prompts) * (1 + adapted), others * len(keys)
 
 
 def peak(executor: Executor, plan: Plan) -> int:

@@ -49,6 +49,11 @@ class TowerConfig:
 
     prefixes: ClassVar[tuple[str, ...]] = ("model.visual.",)  # of its tensors in checkpoints
 
+    @property
+    def row_size(self) -> int:
+        """Returns the values of a row of features, those of `deep` layers included."""
+        return self.width * (1 + self.deep)
+
     def products(self, height: int, width: int) -> int:
         """Returns about how many products one of its layers takes of an image of so many pixels."""
         patches = height * width // self.patch**2
@@ -121,10 +126,10 @@ class Tower:
         self.config, self.module, self._dtype = config, module, dtype
 
     def layers(self, pixels: Tensor, tokens: int) -> Iterator[Tensor | None]:
-        """Yields None behind each layer, and the rows of an image at last, [tokens, (1 + deep) * width], in the model's
+        """Yields None behind each layer, and the rows of an image at last, [tokens, row_size], in the model's
         dtype. pixels: [height, width, 3] uint8."""
         for rows in self.module.layers(pixels.float() / 255):
-            assert rows is None or rows.shape == (tokens, self.config.width * (1 + self.config.deep))
+            assert rows is None or rows.shape == (tokens, self.config.row_size)
             yield None if rows is None else rows.to(self._dtype)
 
     def features(self, pixels: Tensor, tokens: int) -> Tensor:

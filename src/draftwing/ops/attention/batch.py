@@ -153,9 +153,26 @@ class Ragged(NamedTuple):
 class ImageRows(NamedTuple):
     """Rows of features that stand in place of embeddings, in some queries of a prefill."""
 
-    at: Tensor  # [n] int64, which queries
-    rows: Tensor  # [n, (1 + deep) * H]: in place of the embedding, and what the first `deep` layers add
+    mask: Tensor  # [n] bool: which of the queries from `first` on
+    rows: Tensor  # [n, (1 + deep) * H]: in place of the embedding, and what the first `deep` layers add; else anything
     deep: int = 0
+    first: int = 0
+
+    def put(self, x: Tensor) -> None:
+        """Puts features in place of embeddings x [M, H]."""
+        part = x[self.first : self.first + len(self.mask)]
+        torch.where(self.mask.unsqueeze(1), self.rows[:, : x.shape[1]], part, out=part)
+
+    def add(self, x: Tensor, layer: int) -> None:
+        """Adds to what a layer made, x [M, H]. layer: from 1 on."""
+        part = x[self.first : self.first + len(self.mask)]
+        mine = self.rows[:, layer * x.shape[1] : (layer + 1) * x.shape[1]]
+        torch.where(self.mask.unsqueeze(1), part + mine, part, out=part)
+
+    def blanked(self, ids: Tensor, blank: int) -> Tensor:
+        """ids [M] -> the same with another id where there are features"""
+        behind = len(ids) - self.first - len(self.mask)
+        return ids.masked_fill(F.pad(self.mask, (self.first, behind)), blank)
 
 
 class Batch(NamedTuple):
