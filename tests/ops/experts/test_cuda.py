@@ -57,14 +57,25 @@ def test_which_weights_are_a_stream() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tiles", "width", "row_tiles"),
-    [("silu", 8, 768, 3), ("silu", 5, 1536, 4), ("silu", 8, 1408, 6), ("silu", 9, 512, 3), ("plain", 8, 2048, 4),
-     ("plain", 5, 2048, 3), ("plain", 9, 2048, 5)],
+    ("layout", "kind", "tiles", "width", "row_tiles"),
+    [
+        *((Layout(FP8, 1, chunks=32), *case) for case in (
+            ("silu", 8, 768, 3), ("silu", 5, 1536, 4), ("silu", 8, 1408, 6), ("silu", 9, 512, 3),
+            ("plain", 8, 2048, 4), ("plain", 5, 2048, 3), ("plain", 9, 2048, 5),
+        )),
+        *((Layout(chunks=32), *case) for case in (
+            ("silu", 8, 512, 2), ("plain", 8, 1536, 3), ("plain", 8, 1856, 4), ("plain", 8, 2688, 3),
+            ("silu", 4, 1792, 4), ("plain", 4, 2048, 2), ("silu", 9, 1024, 3), ("plain", 9, 2304, 3),
+        )),
+    ],
 )  # fmt: skip
-def test_a_token_takes_the_cut_of_fewest_rounds(kind: str, tiles: int, width: int, row_tiles: int) -> None:
-    """Of Qwen3-30B-A3B, GLM-4.7-Flash, DeepSeek-V2-Lite and Qwen3.5-35B-A3B on 132 multiprocessors."""
-    cuts = cuts_for(Layout(FP8, 1, chunks=32))
-    tried = [cuts[kind + name, 1] for name in ("", *gemm_experts.OTHERS)]
+def test_a_token_takes_the_cut_of_fewest_rounds(
+    layout: Layout, kind: str, tiles: int, width: int, row_tiles: int
+) -> None:
+    """Of Qwen3-30B-A3B, GLM-4.7-Flash, DeepSeek-V2-Lite and Qwen3.5-35B-A3B in FP8, and of Granite-4-Tiny,
+    Nemotron-3-Nano, LFM2-8B-A1B and Kimi-Linear in 16 bits, on 132 multiprocessors."""
+    cuts = cuts_for(layout)
+    tried = [cuts[name, 1] for end in ("", *gemm_experts.OTHERS) if ((name := kind + end), 1) in cuts]
     assert tried[gemm_experts.best_of(tried, kind, tiles, width, 132)].row_tiles == row_tiles
 
 
