@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.layers.config import NormConfig
+from draftwing.ops.adapters.spec import Added
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
 
@@ -43,6 +44,16 @@ class RMSNorm(nn.Module):
     def quantised_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Fp8Rows]:
         """x, delta [M, size] -> x + delta, and its norm as `quantised` has it."""
         return self._ops.add_rms_norm_fp8(x, delta, self.weight, self.eps)
+
+    def adapted(self, x: Tensor, left: Added | None) -> Tensor:
+        """x [M, size], to which is added first what adapters left -> its norm"""
+        return self(x) if left is None else self._ops.adapted_rms_norm(x, self.weight, self.eps, left)
+
+    def of_adapted_sum(self, x: Tensor, delta: Tensor, left: Added | None) -> tuple[Tensor, Tensor]:
+        """x, delta [M, size], to which is added first what adapters left -> as `of_sum`"""
+        if left is None:
+            return self.of_sum(x, delta)
+        return self._ops.adapted_add_rms_norm(x, delta, self.weight, self.eps, left)
 
     def of_sum(self, x: Tensor, delta: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """x, delta [M, size] -> x + scale * delta, and its norm."""

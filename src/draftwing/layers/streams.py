@@ -16,6 +16,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.ngram import NgramLayer
 from draftwing.layers.stream_norm import StreamNorm
+from draftwing.ops.adapters.spec import Added
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.whole_layers.contract import LayerWeights
 from draftwing.parallel.cut import Cut
@@ -83,9 +84,9 @@ class StreamedLayer(DecoderLayer):
     def weights(self) -> LayerWeights | None:
         return None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, left: Added | None = None) -> Tensor:
         """x [M, count * hidden] -> the same, without what `ngram` adds before."""
-        assert self.mlp is not None
+        assert self.mlp is not None and left is None
         read, normed = self.before_mixer.read(x)
         x = self.before_mixer.added(x, normed, self.mixer(read, cos, sin, attend))
         read, normed = self.before_mlp.read(x)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple, cast
 
 import torch
@@ -32,7 +33,7 @@ from draftwing.layers.streams import StreamedLayer, Streams
 from draftwing.models.config import ModelConfig, pool_layers
 from draftwing.models.quantised.read import KVScales
 from draftwing.models.towers.base import Tower
-from draftwing.ops.adapters.spec import AdapterWeights, QueryAdapters
+from draftwing.ops.adapters.spec import AdapterWeights, Added, QueryAdapters
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import HeadShape, ImageRows
 from draftwing.ops.table import PLAIN, LayerOps
@@ -190,6 +191,7 @@ class DecoderModel(nn.Module):
         if self.per_layer is not None:
             embeddings = self.per_layer(self._blanked(ids, images), x, self._ops)  # [M, layers, size]
         normed = self._norms[0](x) if self._norms else None
+        left: Added | None = None
         for i, (layer, rope) in enumerate(zip(self.layers, self._rope_of, strict=True), 1):
             if narrowed is not None and i == self.keepers + 1:
                 at, attend = narrowed
@@ -202,7 +204,8 @@ class DecoderModel(nn.Module):
             if isinstance(layer, StreamedLayer) and layer.ngram is not None:
                 x = layer.ngram(x, ids, attend)
             if normed is None:
-                x = layer(x, cos, sin, attend)
+                x = layer(x, cos, sin, attend) if left is None else layer(x, cos, sin, attend, left)
+                left = self._left(layer, x, keeps=i not in aux_layers and narrowed is None and images is None)
             else:
                 x, normed = cast(DecoderLayer, layer).under(self._norms[i], normed, x, cos, sin, attend)
             if (end := cast(DecoderLayer, layer).end) is not None:
@@ -223,6 +226,15 @@ class DecoderModel(nn.Module):
         if len(aux_layers) < 2:
             return x, streams[aux_layers[0]] if aux_layers else None
         return x, self._ops.concat_columns(*(streams[i] for i in aux_layers))
+
+    def _left(self, layer: nn.Module, x: Tensor, keeps: bool) -> Added | None:
+        """Returns what adapters are still to add to x, which the layer gave, for the next layer. keeps: whether nobody
+        else reads x before that does: else it is added now."""
+        left = layer.take_left() if isinstance(layer, DecoderLayer) else None
+        if left is None or keeps:
+            return left
+        self._ops.adapter_up(x, *left)
+        return None
 
     def embedded(self, ids: Tensor, images: ImageRows | None = None) -> Tensor:
         """ids [M] -> [M, hidden]: embeddings, times the factor that the model has for them, or rows of features, which
@@ -252,6 +264,10 @@ class DecoderModel(nn.Module):
         for layer in self.layers:
             if isinstance(layer, DecoderLayer):
                 layer.take_adapters(self._queries)
+        if not self._norms:
+            for layer, following in pairwise(self.layers):  # of the last it is added before the last norm
+                if isinstance(layer, DecoderLayer) and isinstance(following, DecoderLayer):
+                    layer.leave_last(following)
         for part in self.modules():
             if isinstance(part, ExpertMLP):
                 part.take_adapters()
