@@ -171,7 +171,7 @@ def test_two_ranks(made: Made, kind: str) -> None:
 
 
 SPREAD: dict[str, dict[str, int]] = {  # over four ranks; others have two key heads
-    "granite4": {}, "nemotron-h-moe": {}, "falcon-h1": {}, "lfm2": {}, "lfm3": {},
+    "granite4": {}, "nemotron-h-moe": {}, "falcon-h1": {}, "lfm2": {}, "lfm3": {}, "jamba": {},
     "qwen3-next": {"linear_num_key_heads": 6, "linear_num_value_heads": 12},
     "kimi-linear": {"linear_num_heads": 6, "num_attention_heads": 6, "num_key_value_heads": 6},
 }  # fmt: skip

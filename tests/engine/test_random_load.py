@@ -24,7 +24,7 @@ MIXERS = {
     "streams": (),
     "mamba1": MAMBA1,
 }
-SPREAD = ("mixed", "shared", "latents", "indexed", "windows")  # which can be on several ranks
+SPREAD = ("mixed", "shared", "latents", "indexed", "windows", "mamba1")  # which can be on several ranks
 
 
 @pytest.mark.slow

@@ -64,6 +64,7 @@ LAYERS: dict[str, tuple[str, Sizes, tuple[int, ...]]] = {
     "convolutions": ("lfm3", {"num_attention_heads": 6}, (2, 4)),
     "streams": ("qwen4", {"linear_num_key_heads": 5, "linear_num_value_heads": 10}, (2, 4)),
     "groups": ("bamba", {}, (2,)),
+    "channels with a state each": ("jamba", {}, (2, 4)),
 }
 FIRST, *OTHERS = LAYERS
 

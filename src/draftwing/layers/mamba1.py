@@ -9,13 +9,13 @@ gives, so this is a short convolution of its own, whose inputs the layer keeps b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import DeltaSpec, StateSpec
 from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.linear import Linear
@@ -23,7 +23,7 @@ from draftwing.layers.norm import RMSNorm
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
 from draftwing.ops.table import LayerOps
-from draftwing.parallel.cut import Cut
+from draftwing.parallel.cut import Cut, ordered
 from draftwing.parallel.ranks import Ranks, Share
 
 _NORMS = ("dt", "b", "c")
@@ -31,7 +31,8 @@ _NORMS = ("dt", "b", "c")
 
 @dataclass(frozen=True)
 class Mamba1Config(MixerConfig):
-    """channels: that have a state each, of `state_size`.  step_rank: values of which their step sizes are made."""
+    """channels: that have a state each, of `state_size`, on this rank.  step_rank: values of which their step sizes are
+    made."""
 
     channels: int
     state_size: int
@@ -58,19 +59,29 @@ class Mamba1Config(MixerConfig):
         if self.conv_width < 2:
             raise CheckpointError(f"taps of a convolution must be at least 2, found {self.conv_width}")
 
+    def spread(self, ranks: Ranks) -> Mamba1Config:
+        if self.channels % ranks.size:
+            raise ConfigError(
+                f"--tp-size {ranks.size}: expected a number that divides the {self.channels} channels of the model's "
+                f"state-space layers; found {ranks.size}"
+            )
+        return replace(self, channels=self.channels // ranks.size)
+
     def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
-        wide = self.channels
-        made = (("in_proj", "into", 2 * wide), ("x_proj", "small", sum(self.small)), ("dt_proj", "step", wide))
+        """Each rank has some channels; step sizes, B and C are made of all of them on each."""
+        own, wide, small = self.spread(ranks).channels, self.channels, sum(self.small)
+        share = Share(ranks.rank * own, own, wide)
+        some = Cut(0, share) if ranks.size > 1 else None
+        both = ordered(0, [(at + share.start, own) for at in (0, wide)], 2 * wide)
         vectors = {"conv1d.weight": "conv", "dt_proj.bias": "dt_bias", "D": "skip"}
         vectors |= {"conv1d.bias": "conv_bias"} if self.conv_bias else {}
         return [
-            *(
-                StoredMatrix(f"mamba.{name}", own, 0, rows, False, Cut(0, Share(0, rows, rows)))
-                for name, own, rows in made
-            ),
-            StoredMatrix("mamba.out_proj", "out", 0, hidden, False, Cut(1, Share(0, wide, wide))),
-            *(StoredVector(f"mamba.{name}", own, wide) for name, own in vectors.items()),
-            StoredVector("mamba.A_log", "decay", wide, is_log=True),
+            StoredMatrix("mamba.in_proj", "into", 0, 2 * own, False, Cut(0, Share(0, 2 * own, 2 * own)), both),
+            StoredMatrix("mamba.x_proj", "small", 0, small, False, Cut(0, Share(0, small, small))),
+            StoredMatrix("mamba.dt_proj", "step", 0, own, False, Cut(0, share)),
+            StoredMatrix("mamba.out_proj", "out", 0, hidden, False, Cut(1, share)),
+            *(StoredVector(f"mamba.{name}", param, own, some) for name, param in vectors.items()),
+            StoredVector("mamba.A_log", "decay", own, some, is_log=True),
             *(
                 StoredVector(f"mamba.{name}_layernorm.weight", f"norms.{name}.weight", size, is_norm=True)
                 for name, size in zip(_NORMS, self.small, strict=True)
@@ -89,8 +100,9 @@ class Mamba1(Mixer):
     def __init__(self, config: Mamba1Config, place: Placement) -> None:
         super().__init__()
         self.pool_layer, self._spec, self._sizes = place.pool_layer, config.keeps().state, config.small
+        self._ranks = place.layer.ranks
         self.into = place.linear(2 * config.channels)
-        self.small = place.linear(sum(config.small), config.channels)
+        self.small = place.linear(sum(config.small), config.channels * self._ranks.size)
         self.step = place.linear(config.channels, config.step_rank)
         self.out = place.out("out", config.channels)
         norm = place.layer.norm
@@ -123,9 +135,10 @@ class Mamba1(Mixer):
         # In float64, as what lies between what is kept: a value's bits then do not depend on where it stands.
         made = attend.short_conv(self.pool_layer, torch.cat((gates, gates, u), 1), self.conv[:, 0]).double()
         u = F.silu(made if self.conv_bias is None else made + self.conv_bias).to(x.dtype)
+        of_all = u if self._ranks.size == 1 else self._ranks.gather_side_by_side(u, self.ops)
         dt, b, c = (
             self.norms[name](part.contiguous())
-            for name, part in zip(_NORMS, self.small(u).split(self._sizes, 1), strict=True)
+            for name, part in zip(_NORMS, self.small(of_all).split(self._sizes, 1), strict=True)
         )
         weights = DeltaWeights(self.conv[:, 0], self.decay, self.dt_bias, self.no_norm, 0.0, self._spec, skip=self.skip)
         step = self.step(dt)
