@@ -320,7 +320,7 @@ def delta_net(
     numbers = torch.empty(tokens, spec.value_heads, 4, device=device)
     fades = torch.empty(tokens, spec.decays, device=device) if spec.by_channel else None
     key_pad, value_pad = (max(triton.next_power_of_2(dim), 2) for dim in (spec.key_dim, spec.value_dim))
-    keys, per_value = heads_of(spec.key_heads, key_pad), heads_of(spec.value_heads, value_pad)
+    keys, per_value = heads_of(key_pad), heads_of(value_pad)
     blocks = triton.cdiv(spec.key_heads, keys) + triton.cdiv(spec.value_heads, per_value) + 1
     options, ordinary = launch_options(device), ordinary_options(device)
     _inputs_kernel[(tokens * blocks,)](

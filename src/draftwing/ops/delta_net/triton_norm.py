@@ -80,9 +80,10 @@ def _group_norm_kernel(
     tl.store(out + query * (GROUPS * SIZE) + at, x.to(z.dtype.element_ty), mask=mask)
 
 
-def heads_of(heads: int, dim_pad: int) -> int:
-    """Returns how many heads a program takes."""
-    return min(triton.next_power_of_2(heads), max(_ELEMENTS // dim_pad, 1))
+def heads_of(dim_pad: int) -> int:
+    """Returns how many heads a program takes, however many there are: the order of its sums over a head depends on
+    it, and a rank may have a few of the heads."""
+    return max(_ELEMENTS // dim_pad, 1)
 
 
 def gated_norm(spec: DeltaSpec, o: Tensor, z: Tensor, weights: DeltaWeights, tokens: Tensor) -> Tensor | Fp8Rows:
@@ -90,7 +91,7 @@ def gated_norm(spec: DeltaSpec, o: Tensor, z: Tensor, weights: DeltaWeights, tok
     count, device, values = *z.shape[:1], z.device, spec.value_heads * spec.value_dim
     options = launch_options(device)
     value_pad = max(triton.next_power_of_2(spec.value_dim), 2)
-    block = heads_of(spec.value_heads, value_pad)
+    block = heads_of(value_pad)
     if not spec.corrects:
         result, size = z.new_empty(count, values), values // spec.key_heads
         pad, norm = triton.next_power_of_2(size), weights.norm if weights.norm.numel() else None
