@@ -55,10 +55,13 @@ class Ranks(ABC):
         rounds, and 2 / size of the bytes."""
         rows, width = partial.shape
         share_rows = -(-rows // self.size)
-        begin, more = self.rank * share_rows, (0, 0, 0, share_rows * self.size - rows)
+        begin, more = self.rank * share_rows, share_rows * self.size - rows
+        if more:  # else it would be a copy
+            partial = F.pad(partial, (0, 0, 0, more))
+            residual = None if residual is None else F.pad(residual, (0, 0, 0, more))
         if residual is not None:
-            residual = F.pad(residual, more)[begin : begin + share_rows]
-        parts = self.swap(F.pad(partial, more).view(self.size, share_rows, width))
+            residual = residual[begin : begin + share_rows]
+        parts = self.swap(partial.view(self.size, share_rows, width))
         return self.gather(ops.sum_parts(parts, bias, residual)).view(-1, width)[:rows]
 
     def swap(self, x: Tensor) -> Tensor:

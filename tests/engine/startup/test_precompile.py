@@ -552,6 +552,20 @@ def test_kernels_for_more_than_few_rows(
         assert ((cuda_dense.compile_ahead, groups, capability) in products) == expected
 
 
+def test_kernels_of_the_last_rank_are_made_too_where_it_has_less(job: Job) -> None:
+    """Of 33 blocks of 64 columns it has 8, rank 0 has 9."""
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 33 * 64, "norm_topk_prob": True, "num_key_value_heads": 4,
+    }  # fmt: skip
+    (job.path / "config.json").write_text(json.dumps({**CONFIG, **experts, "quantization_config": BLOCKS}))
+    job = job._replace(options=dataclasses.replace(job.options, tp_size=4))
+    models = [precompile.model_without_data(job, rank) for rank in precompile._unlike_ranks(job)]
+    layouts = [precompile._layouts(one, torch.bfloat16) for one in models]
+    assert [{layout.chunks for layout in some} for some in layouts] == [{1, 9}, {1, 8}]
+    assert precompile._unlike_ranks(job._replace(options=dataclasses.replace(job.options, tp_size=1))) == (0,)
+
+
 def test_experts_of_all_rows_are_held_as_others(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have activations in 16 bits, however large they are: so those of others can take them in."""
     experts = {

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.config.drafters import LM_HEAD
+from draftwing.config.options import Options
 from draftwing.engine.devices.base import Download
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.startup import memory as sizing
@@ -182,8 +183,11 @@ def collect(
     leave_gpu(job.capability, job.memory)
     knobs.runtime.jit_cache_hook = note
     try:
-        model = model_without_data(job)
-        needed = Needed(launches, _layouts(model, job.dtype), _chunks_of_heads(model), multiplies_fp8(model))
+        models = [model_without_data(job, rank) for rank in _unlike_ranks(job)]
+        layouts: set[Layout] = set().union(*(_layouts(one, job.dtype) for one in models))
+        chunks: set[int] = set().union(*map(_chunks_of_heads, models))
+        model = models[0]
+        needed = Needed(launches, layouts, chunks, multiplies_fp8(model))
         for product in _held_products(job, needed):
             held(*product)
         _run_without_data(job, model, before)
@@ -323,12 +327,23 @@ class _Nothing:
         pass
 
 
-def model_without_data(job: Job) -> DecoderModel:
-    """Returns the target on the meta device, packed."""
+def _rank_alone(options: Options, rank: int) -> Ranks:
+    if options.tp_size == 1:
+        return Alone(options.enable_tp_invariance)
+    return Absent(options.tp_size, rank, options.enable_expert_parallel, options.enable_tp_invariance)
+
+
+def _unlike_ranks(job: Job) -> tuple[int, ...]:
+    """Returns rank 0, which has most of everything, and the last one, which has least, where that is not the same."""
+    config, last = load_config(job.path), job.options.tp_size - 1
+    shares = [config.spread(_rank_alone(job.options, rank)) for rank in (0, last)]
+    return (0, last) if shares[0] != shares[1] else (0,)
+
+
+def model_without_data(job: Job, rank: int = 0) -> DecoderModel:
+    """Returns a rank's share of the target on the meta device, packed."""
     options, config = job.options, load_config(job.path)
-    ranks: Ranks = Alone(options.enable_tp_invariance)
-    if options.tp_size > 1:
-        ranks = Absent(options.tp_size, 0, options.enable_expert_parallel, options.enable_tp_invariance)
+    ranks = _rank_alone(options, rank)
     model = DecoderModel(config, job.dtype, "meta", ranks).requires_grad_(False)
     hold_experts(model, job.dtype, options.quantization, config.quantization)
     if cuda_wgmma.runs_on(job.capability) and _may_multiply_fp8(job, config.quantization):
