@@ -111,21 +111,30 @@ def test_four_ranks_that_heads_cannot_be_divided_by(tmp_path: Path, heads: tuple
 @pytest.mark.exhaustive  # tests/parallel/test_invariance.py has the parts of it
 @pytest.mark.parametrize("experts", [False, True])
 def test_the_same_bits_on_one_two_and_four_ranks(tmp_path: Path, experts: bool) -> None:
-    """Texts and log probabilities, whoever drafts."""
+    """Texts and log probabilities, whoever drafts, with adapters, too."""
     from reference.checkpoints import eagle3_head, llama_target
     from reference.learnable import write_target
 
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": VOCAB}
     model = with_experts(tmp_path / "model") if experts else write_target(tmp_path / "model", **sizes)
     head = eagle3_head(llama_target(3, num_hidden_layers=6, **sizes), vocab_size=VOCAB).write(tmp_path / "eagle3")
+    shapes = {
+        f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}": shape
+        for layer in range(2) for expert in range(6) for name, shape in (("w1", (128, 64)), ("w2", (64, 128)))
+    } if experts else None  # fmt: skip
+    adapter = write_adapter(
+        tmp_path / "a", model, targets=("w1", "w2", "o_proj", "q_proj", "up_proj", "down_proj"), shapes=shapes
+    )
     expected: Any = None
     for tp_size, algorithm in ((1, "none"), (2, "NGRAM" if experts else "EAGLE3"), (4, "none"), (4, "NGRAM")):
-        more: dict[str, Any] = {"tp_size": tp_size, "enable_tp_invariance": True}
+        more: dict[str, Any] = {"tp_size": tp_size, "enable_tp_invariance": True, "lora_modules": [f"a={adapter}"]}
         more |= {"speculative_algorithm": algorithm, "speculative_fixed_shape": algorithm != "none"}
         if algorithm == "EAGLE3":
             more |= {"speculative_draft_model_path": str(head), "speculative_num_steps": 3}
         with LLM(str(model), **more, **SETTINGS) as llm:
             found = texts(llm)
+            for answer in llm.generate(PROMPTS, {"max_new_tokens": 20}, adapter="a", return_logprob=True):
+                found.append((answer.token_ids, [token[0] for token in answer.meta_info["output_token_logprobs"]]))
         expected = expected or found
         assert found == expected, (tp_size, algorithm)
 
