@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
     "nemotron_h": "nemotron_h", "falcon_h1": "falcon-h1", "kimi_linear": "kimi-linear",
     "qwen4_exp_text": "qwen4exp", "bamba": "granitehybrid", "bailing_hybrid": "bailingmoe3",
+    "jamba": "jamba",
 }  # fmt: skip
 QWEN = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
@@ -114,6 +115,9 @@ def metadata(writer: gguf_package.GGUFWriter, arch: str, config: Any, blocks: in
         return
     if arch == "granitehybrid":
         _of_granite(writer, config)
+        return
+    if arch == "jamba":
+        _of_jamba(writer, config)
         return
     if arch.startswith("nemotron_h"):
         _of_nemotron(writer, config, blocks)
@@ -249,6 +253,35 @@ def _of_bamba(writer: gguf_package.GGUFWriter, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     _add_mamba(writer, config.mamba_d_conv, config.mamba_d_state, config.mamba_n_groups, config.mamba_n_heads,
                config.mamba_n_heads * config.mamba_d_head)  # fmt: skip
+
+
+def _of_jamba(writer: gguf_package.GGUFWriter, config: Any) -> None:
+    attends = [i % config.attn_layer_period == config.attn_layer_offset for i in range(config.num_hidden_layers)]
+    writer.add_head_count_kv([config.num_key_value_heads * one for one in attends])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+    writer.add_ssm_time_step_rank(config.mamba_dt_rank)
+
+
+def _jamba(block: str, part: str, suffix: str, value: Tensor) -> list[tuple[str, Tensor]]:
+    """Other than of Mamba-2 a converter leaves each tensor its shape."""
+    if suffix in ("A_log", "D"):
+        return [(f"{block}.ssm_a", -value.exp()) if suffix == "A_log" else (f"{block}.ssm_d", value)]
+    if suffix == "gate_up_proj":
+        gate, up = value.tensor_split(2, 1)
+        return [(f"{block}.ffn_gate_exps.weight", gate), (f"{block}.ffn_up_exps.weight", up)]
+    if suffix == "down_proj":
+        return [(f"{block}.ffn_down_exps.weight", value)]
+    names = {**QWEN, "pre_ff_layernorm": "ffn_norm", "feed_forward.router": "ffn_gate_inp"}
+    names |= {f"mamba.{name}_layernorm": f"ssm_{name}_norm" for name in ("dt", "b", "c")}
+    names |= {f"mamba.{name}_proj": f"ssm_{name}" for name in ("in", "x", "dt", "out")} | {"mamba.conv1d": "ssm_conv1d"}
+    ours = names.get(part) or names[part.replace("feed_forward", "mlp")]
+    return [(f"{block}.{ours}.{suffix}", value.squeeze(1) if part.endswith("conv1d") else value)]
 
 
 def _of_nemotron(writer: gguf_package.GGUFWriter, config: Any, blocks: int) -> None:
@@ -463,6 +496,8 @@ def _converted(
         return _kimi(block, part, suffix, value, config, joined_inputs)
     if arch == "granitehybrid":
         return _granite(block, part, suffix, value, config)
+    if arch == "jamba":
+        return _jamba(block, part, suffix, value)
     if suffix == "expert_bias":
         return [(f"{block}.exp_probs_b.bias", value)]
     if arch.startswith("lfm2") and ".experts" not in name:

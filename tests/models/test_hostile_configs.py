@@ -87,7 +87,7 @@ MORE_KEYS = ("architectures", "layer_types", "rope_scaling", "rope_parameters", 
 HYBRIDS = {"qwen35": "Qwen3_5", "qwen35moe": "Qwen3_5Moe", "qwen3next": "Qwen3Next", "lfm2": "Lfm2",
            "lfm2moe": "Lfm2Moe", "granitehybrid": "GraniteMoeHybrid", "nemotron_h": "NemotronH",
            "nemotron_h_moe": "NemotronH", "falcon-h1": "FalconH1", "kimi-linear": "KimiLinear", "qwen4exp": "Qwen4Exp",
-           "bailingmoe3": "BailingHybrid"}  # fmt: skip
+           "bailingmoe3": "BailingHybrid", "jamba": "Jamba"}  # fmt: skip
 
 LATENT = {"deepseek2": "deepseek-v3", "deepseek32": "deepseek-v3.2", "glm-dsa": "glm-5"}
 

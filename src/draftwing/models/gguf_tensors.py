@@ -204,8 +204,8 @@ def unpermuted(rows: Tensor, heads: int) -> Tensor:
 
 def _as_in_folders(name: str, values: Tensor) -> Tensor:
     """Returns a tensor as a folder's checkpoint has it: converters have done some of the arithmetic. name: there."""
-    if name.endswith(".A_log"):
-        return values.flatten().abs().log()  # most converters negate it
+    if name.endswith(".A_log"):  # most converters negate it; one for each head, or for each element of a state
+        return (values if min(values.shape) > 1 else values.flatten()).abs().log()
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
         return values.view(-1, 1, values.shape[-1])
     if name.endswith((".D", "norm.weight")):  # of state-space layers one row for each head, or group
@@ -283,7 +283,7 @@ _NEXTN_NAMES = {
     "nextn.shared_head_norm": "norm",
     "layer_output_norm": "norm",
 }
-_BARE = {"attn_sinks", "ssm_a", "ssm_dt", "ssm_d", "layer_output_scale"}  # in folders without `.weight` or `.bias`
+_BARE = {"A_log", "dt_bias", "D", "sinks", "layer_scalar"}  # ends of names without `.weight` or `.bias` in folders
 
 
 def _table_name(config: ModelConfig) -> str:
@@ -326,4 +326,5 @@ def hf_name(name: str, config: ModelConfig, own: int) -> str:
         return f"{MTP}{family.mtp_names.get(_NEXTN_NAMES[part], _NEXTN_NAMES[part])}{suffix}"
     if part not in names:
         return name
-    return f"{layer}.{family.layer_names.get(names[part], names[part])}{'' if part in _BARE else suffix}"
+    theirs = family.layer_names.get(names[part], names[part])
+    return f"{layer}.{theirs}{'' if theirs.rpartition('.')[2] in _BARE else suffix}"

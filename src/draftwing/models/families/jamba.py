@@ -6,9 +6,22 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import ExpertConfig, LayerConfig
 from draftwing.layers.mamba1 import Mamba1Config
-from draftwing.models.family import ATTENTION, MOST_TAPS, ExpertNames, Family, layers_by_kind, softmax_experts
+from draftwing.models.families.granite_hybrid import IN_GGUF, has_conv_bias
+from draftwing.models.family import (
+    ATTENTION,
+    MOST_TAPS,
+    ExpertMetadata,
+    ExpertNames,
+    Family,
+    InGGUF,
+    attends_by_heads,
+    layers_by_attention,
+    layers_by_kind,
+    softmax_experts,
+)
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields
 
 _MAMBA = "linear_attention"
@@ -53,6 +66,29 @@ def _keys(fields: Fields) -> dict[str, Any]:
     return {"num_key_value_heads": fields.whole("num_key_value_heads", high=WIDEST, default=8)}
 
 
+# ---- GGUF files ------------------------------------------------------------------------------------------------------
+
+
+def _metadata(fields: Fields) -> Fields:
+    """Returns metadata in which one expert is none, as its layers are dense."""
+    if fields.whole("expert_count", 0, default=0) != 1:
+        return fields
+    return fields.overruled({"expert_count": 0, "expert_used_count": 0})
+
+
+def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    net = Mamba1Config(
+        fields.whole("ssm.inner_size", high=WIDEST),
+        fields.whole("ssm.state_size", high=WIDEST),
+        fields.whole("ssm.time_step_rank", high=WIDEST),
+        fields.whole("ssm.conv_kernel", high=MOST_TAPS),
+        has_conv_bias(file),
+    )
+    return layers_by_attention(file, layer, attends_by_heads(fields, count), net)
+
+
+_NAMES = {"ssm_x": "mamba.x_proj", "ssm_dt": "mamba.dt_proj"}
+_NAMES |= {f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")}
 FAMILIES = {
     "JambaForCausalLM": Family(
         "jamba",
@@ -69,6 +105,15 @@ FAMILIES = {
             "post_attention_layernorm": "pre_ff_layernorm",
         },
         final_norm="model.final_layernorm",
+        gguf=InGGUF(
+            "jamba",
+            names=IN_GGUF | _NAMES,
+            top_names={"output_norm.weight": "model.final_layernorm.weight"},
+            experts=ExpertMetadata(grouped=True, renormalised=False, as_mlp=True),
+            fields=_metadata,
+            layers=_in_gguf,
+            turns=False,
+        ),
         neutral={
             **dict.fromkeys(("num_logits_to_keep", "use_mamba_kernels", "use_mambapy", "use_associative_scan")),
             "mamba_proj_bias": (False,),
