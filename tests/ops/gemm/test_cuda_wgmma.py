@@ -89,6 +89,7 @@ def test_kernels_of_a_share_are_those_of_all_of_it(monkeypatch: pytest.MonkeyPat
     for rows, columns in ((8192, 28672), (57344, 8192), (4096, 4096), (2048, 2048), (1536, 576)):
         assert {kernels(rows // size, columns, rows) for size in (1, 2, 4, 8)} == {kernels(rows, columns, 0)}
     assert kernels(1024, 4096, 4096) != kernels(1024, 4096, 0)
+    assert kernels(8064, 4096, 32003) == kernels(32003, 4096, 0) == "few"  # of a vocabulary, a multiple alone
     with pytest.raises(ConfigError, match="leaves each rank a multiple of 16 of a matrix's 4096 rows; found 1000"):
         kernels(1000, 4096, 4096)
     blocks = Fp8Blocks(torch.empty(64, 2048, 128, device="meta"), torch.empty(128, 64, device="meta"))

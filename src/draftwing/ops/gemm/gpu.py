@@ -43,7 +43,6 @@ class GpuGemmOps(GemmOps):
     ) -> list[Gemm]:  # fmt: skip
         rows = weight.shape[0] if isinstance(weight, Tensor) else weight.rows
         whole = whole or rows
-        # So that kernels take both, and fuse gates of both or of none.
         must_fit(rows, whole, _DENSE_UNIT if isinstance(weight, Tensor) else _UNIT)
         if isinstance(weight, Fp8Blocks):
             ranges = cuda_fp8.ranges_of(whole, weight.columns)
@@ -53,7 +52,7 @@ class GpuGemmOps(GemmOps):
         if not gemm.takes(weight):
             return [TorchGemm(weight)]
         medium = None
-        if cuda_dense.takes(weight):
+        if cuda_dense.takes(weight) and whole % _DENSE_UNIT == 0:
             medium = cuda_dense.dense_gemm(weight.device).cut_into(cuda_dense.ranges_of(whole, weight.shape[1]))
         few = gemm.small_m_gemm(weight.device, weight.dtype)
         many = None
@@ -92,7 +91,8 @@ class GpuGemmOps(GemmOps):
 
 
 def must_fit(rows: int, whole: int, unit: int) -> None:
-    """Raises ConfigError where a share of the rows of a matrix is no multiple of what the whole one is."""
+    """Raises ConfigError where a share of the rows of a matrix is no multiple of what the whole one is: kernels would
+    not take both, or fuse gates of one of them."""
     wanted = math.gcd(whole, unit)
     if rows % wanted:
         raise ConfigError(
