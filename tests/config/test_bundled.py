@@ -18,7 +18,7 @@ from draftwing import LLM, ConfigError
 from draftwing.cli.main import main
 from draftwing.config.drafters import find_drafter, shipped_head
 from draftwing.config.options import Options
-from draftwing.config.trees import TREE, TreeShape, carried_shape, save_shape
+from draftwing.config.trees import TREE, TreeShape, carried_shape, carried_window, save_shape
 from draftwing.engine.build import _for_engine
 from draftwing.engine.devices import pick_device
 from draftwing.models.loader import load_config, load_model
@@ -138,6 +138,18 @@ def test_a_tree_that_cannot_be_is_refused(tmp_path: Path, own: Any, rule: str) -
     with pytest.raises(ConfigError, match=rule) as info:
         carried_shape(tmp_path, "cpu")
     assert str(tmp_path / "config.json") in str(info.value)
+
+
+@pytest.mark.parametrize(("own", "found"), [(None, None), ({"shapes": {}}, None), ({"window": 2}, 2)])
+def test_a_config_may_say_how_far_back_a_head_sees(tmp_path: Path, own: Any, found: int | None) -> None:
+    assert carried_window(config_with(tmp_path, own)) == found
+    assert carried_window(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize("window", [1, True, 4.0, "8"])
+def test_a_window_that_cannot_be_is_refused(tmp_path: Path, window: Any) -> None:
+    with pytest.raises(ConfigError, match=r"draftwing.window: expected tokens, 2 or more, found"):
+        carried_window(config_with(tmp_path, {"window": window}))
 
 
 def test_a_tree_is_written_beside_what_is_there(tmp_path: Path) -> None:

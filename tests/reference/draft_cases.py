@@ -45,9 +45,11 @@ def forced_ids() -> Case:
     )
 
 
-def mtp(layers: int) -> Case:
+def mtp(layers: int, window: int | None = None) -> Case:
+    """window: how far back the layers see, None: everything."""
     target = checkpoints.mimo(5, layers, vocab_size=VOCAB)
-    return Case(target, None, "NEXTN", lambda tokens: draft_heads.mtp(*target, tokens))
+    options = {} if window is None else {"window": window}
+    return Case(target, None, "NEXTN", lambda tokens: draft_heads.mtp(*target, tokens, window), options)
 
 
 def standalone() -> Case:
@@ -94,6 +96,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "mtp": lambda: mtp(1),
     "mtp 2 layers": lambda: mtp(2),
     "mtp 3 layers": lambda: mtp(3),
+    "mtp window": lambda: mtp(1, 3),
+    "mtp 2 layers, window": lambda: mtp(2, 4),
     "standalone": standalone,
 }
 
@@ -102,9 +106,13 @@ def load_head(
     head: Checkpoint | None, algorithm: str, folder: Path, target: Any, dtype: torch.dtype = torch.float32,
     device: str = "cpu", **options: Any,
 ) -> Any:  # fmt: skip
-    """The head, from a checkpoint in the folder, where `target` was written to."""
+    """The head, from a checkpoint in the folder, where `target` was written to. options: window: as of `mtp`."""
+    window = options.pop("window", None)
     if head is None:
-        return load_mtp_head(folder / "target", target, dtype, device, **options)
+        found = load_mtp_head(folder / "target", target, dtype, device, **options)
+        if window is not None:
+            found.see_at_most(window)
+        return found
     # The official files are pickles, third-party ones safetensors.
     path = head.write(folder / "draft", "pytorch_model.bin" if algorithm == "EAGLE" else "model.safetensors")
     return load_draft_head(path, target, algorithm.partition(" ")[0], dtype, device, **options)

@@ -404,17 +404,20 @@ def mtp_step(
     return rms_norm(y, w[f"{name}.final_layernorm.weight"], eps), kv
 
 
-def mtp(target: Tensors, config: Config, tokens: Sequence[int]) -> DraftPass:
-    """MiMo's built-in heads. Row i of layer j combines the target's feature f_i with e(x_{i+1+j}), at position i, and
-    predicts x_{i+2+j}; step s reads layer s at row T - 1 of the text continued by the path. Layer j's KV is a function
-    of the committed text for rows 0 .. T - 1 - j only. Past the last layer that one goes on with its own output.
+def mtp(target: Tensors, config: Config, tokens: Sequence[int], window: int | None = None) -> DraftPass:
+    """MiMo's built-in heads, which see no further back than `window`.
+
+    Row i of layer j combines the target's feature f_i with e(x_{i+1+j}), at position i, and predicts x_{i+2+j}; step s
+    reads layer s at row T - 1 of the text continued by the path. Layer j's KV is a function of the committed text for
+    rows 0 .. T - 1 - j only. Past the last layer that one goes on with its own output.
     """
     n, w, last = config["num_nextn_predict_layers"], cast(target, torch.float64), len(tokens) - 1
     embed, features = w["model.embed_tokens.weight"], run_target(target, config, tokens[:-1]).hidden  # [T, H]
+    own = config if window is None else {**config, "known": window}
 
     def rows(layer: int, text: Sequence[int], fed: Tensor) -> tuple[Tensor, KV]:
         follow = embed[torch.tensor(text[1 + layer : 1 + layer + len(fed)], dtype=torch.int64)]
-        return mtp_step(w, config, layer, follow, fed[: len(follow)], torch.arange(len(follow)))
+        return mtp_step(w, own, layer, follow, fed[: len(follow)], torch.arange(len(follow)))
 
     def output(path: tuple[int, ...]) -> Tensor:
         fed = features

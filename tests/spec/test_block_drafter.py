@@ -59,6 +59,7 @@ class Case(NamedTuple):
     windows: tuple[int, int] = (0, 0)
     causal: tuple[bool, bool] = (False, False)
     stored: Callable[[Checkpoint], Checkpoint] = lambda head: head
+    seen: int | None = None  # what its layers are told to see at most
 
 
 def aliased(head: Checkpoint) -> Checkpoint:
@@ -104,6 +105,7 @@ CASES = {
     "dflash2, windows, three taps": Case(
         "DFLASH", lambda: dflash2_head(TARGET, **SLIDING, dflash_config={"conv_kernel_size": 3}), 6, False, (7, 0)
     ),
+    "dflash2, seeing little": Case("DFLASH2", lambda: dflash2_head(TARGET, **SLIDING), 6, False, (5, 5), seen=5),
     "dflash2, scaled": Case(
         "DFLASH2", lambda: dflash2_head(TARGET, dflash_config=SCALED), 6, False, stored=with_embedding_names
     ),
@@ -150,6 +152,8 @@ class Rig:
             case.stored(self.checkpoint).write(folder / "head"), model, case.algorithm, torch.float32, CPU
         )
         assert isinstance(head, BlockHead) == bool(case.rows)
+        if case.seen is not None:
+            head.see_at_most(case.seen)
         head.pack(ops)
         model.pack(ops)
         count, g = len(texts), torch.Generator().manual_seed(1)

@@ -11,18 +11,22 @@ import pytest
 import torch
 from decoder_configs import decoder_config
 from group_ops import GroupTorchOps
+from reference.checkpoints import Checkpoint, mimo
 from thread_ranks import meet
 
 from draftwing.config.options import Options
 from draftwing.config.trees import TreeShape
 from draftwing.errors import ConfigError
+from draftwing.layers.attention import Attention
+from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.dense import DENSE
-from draftwing.models.heads.base import linear_of, quantized_copy
+from draftwing.models.heads.base import FeatureHead, linear_of, quantized_copy
+from draftwing.models.loader import load_model
 from draftwing.models.towers.base import TowerConfig
 from draftwing.ops.table import TorchOps
 from draftwing.parallel.ranks import ALONE, Ranks
-from draftwing.spec.build import copy_for_drafts, ngram, suffix
+from draftwing.spec.build import copy_for_drafts, draft_head, ngram, suffix
 from draftwing.spec.drafter import DraftContext
 
 
@@ -47,6 +51,33 @@ def test_lookups_know_what_stands_for_images(build: Any, name: str, tower: Tower
     shape, path = TreeShape(2, 2, 4), Path()
     context = DraftContext(options, target, shape, 2, torch.float32, cpu, ops, path, None, lambda path: target)
     assert build(context).index.image_token == token
+
+
+@pytest.mark.parametrize(("asked", "carried", "window"), [(None, None, 0), (None, 3, 3), (5, 3, 5), (5, None, 5)])
+def test_how_far_back_layers_see(asked: int | None, carried: int | None, window: int, tmp_path: Path) -> None:
+    """The option counts before what the head's config says."""
+    own = {} if carried is None else {"draftwing": {"window": carried}}
+    tensors, config = mimo(5, 2)
+    cpu, folder = torch.device("cpu"), Checkpoint(tensors, config | own).write(tmp_path / "layers")
+    target = load_model(Checkpoint(tensors, config).write(tmp_path / "target"), torch.float32, cpu)
+    ops = TorchOps(cpu)
+    options = Options(speculative_algorithm="NEXTN", speculative_draft_window_size=asked)
+    shape = TreeShape(2, 2, 4)
+    context = DraftContext(options, target, shape, 2, torch.float32, cpu, ops, folder, None, lambda path: target)
+    head = draft_head(context).head
+    assert [part.kind.window for part in head.modules() if isinstance(part, Attention)] == [window] * 2
+
+
+def test_latents_have_no_windows() -> None:
+    class Head(FeatureHead):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.layer = DecoderLayer.__new__(DecoderLayer)
+            torch.nn.Module.__init__(self.layer)
+            self.layer.mixer = torch.nn.Identity()
+
+    with pytest.raises(ConfigError, match="-window-size: expected draft layers with plain attention"):
+        Head().see_at_most(4)
 
 
 @pytest.mark.parametrize(

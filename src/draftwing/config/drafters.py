@@ -36,6 +36,7 @@ CHAIN, LLAMA_TREE = TreeShape(3, 1, 4), TreeShape(5, 4, 16)
 MATCHES, SUFFIXES = TreeShape(11, 10, 12), TreeShape(15, 4, 16)
 DRAFT_MODEL, TOKEN_MAP = "speculative_draft_model_path", "speculative_token_map"
 LM_HEAD = "speculative_lm_head_quantization"
+WINDOW = "speculative_draft_window_size"
 MEMORY_FILE = "speculative_memory"
 OWN_LAYERS = "mtp"  # of `DrafterSpec.heads`: prediction layers, which may come with a model
 _OPTION = "speculative_algorithm"
@@ -155,7 +156,7 @@ DRAFTERS = (
         "EAGLE",
         "draftwing.spec.build:draft_head",
         draft_model="optional",  # the prediction layers of a target draft, too
-        options=(TOKEN_MAP, LM_HEAD),
+        options=(TOKEN_MAP, LM_HEAD, WINDOW),
         llama_tree=LLAMA_TREE,
         heads=("eagle", "mtp"),
         training=Training("EAGLE", "EAGLE-2 head", {"steps": 1, "tokens": 0.1, "features": 1.0, "noise": 0.2}),
@@ -164,7 +165,7 @@ DRAFTERS = (
         "EAGLE3",
         "draftwing.spec.build:draft_head",
         draft_model="required",
-        options=("speculative_aux_layer_ids", LM_HEAD),
+        options=("speculative_aux_layer_ids", LM_HEAD, WINDOW),
         llama_tree=LLAMA_TREE,
         heads=("eagle3",),
         training=Training("EAGLE3", "EAGLE-3 head", {}, aux_hidden_states=True),
@@ -173,7 +174,7 @@ DRAFTERS = (
         "DFLASH",
         "draftwing.spec.build:draft_head",
         draft_model="required",
-        options=(LM_HEAD,),
+        options=(LM_HEAD, WINDOW),
         tree=BLOCK,
         heads=("dflash", "dspark", "dflash2"),
         training=Training("DFLASH", "DFlash head", {"kind": "kl"}, aux_hidden_states=True, block=7),
@@ -182,7 +183,7 @@ DRAFTERS = (
         "DSPARK",
         "draftwing.spec.build:draft_head",
         draft_model="required",
-        options=(LM_HEAD,),
+        options=(LM_HEAD, WINDOW),
         tree=BRANCHED_BLOCK,
         heads=("dspark", "dflash", "dflash2"),
         training=Training("DSPARK", "DSpark head", {"kind": "tv"}, aux_hidden_states=True, block=7),
@@ -191,7 +192,7 @@ DRAFTERS = (
         "DFLASH2",
         "draftwing.spec.build:draft_head",
         draft_model="required",
-        options=(LM_HEAD,),
+        options=(LM_HEAD, WINDOW),
         tree=BRANCHED_BLOCK,
         heads=("dflash2", "dflash", "dspark"),
         training=Training("DFLASH2", "DFlash2 head", {"kind": "kl"}, aux_hidden_states=True, block=7),
@@ -201,7 +202,7 @@ DRAFTERS = (
         "draftwing.spec.build:draft_head",
         aliases=("MTP",),
         draft_model="optional",
-        options=(TOKEN_MAP, LM_HEAD),
+        options=(TOKEN_MAP, LM_HEAD, WINDOW),
         llama_tree=LLAMA_TREE,
         heads=("mtp", "eagle"),
         training=Training("MTP", "Multi-token prediction layer", {}),

@@ -77,8 +77,7 @@ REFUSED = {
     "speculative_draft_model_quantization": Unsupported(
         str, "draft models are quantised as --quantization says", ("unquant",)
     ),
-    "speculative_draft_window_size": Unsupported(int, "the draft attends to everything"),
-    "speculative_draft_sink_size": Unsupported(int, "the draft attends to everything"),
+    "speculative_draft_sink_size": Unsupported(int, "a draft's window has no sinks"),
     "speculative_ngram_external_corpus_path": Unsupported(str, "only prompts and answers are remembered"),
     "speculative_ngram_external_sam_budget": Unsupported(int, "only prompts and answers are remembered", (0,)),
     "speculative_dflash_block_size": Unsupported(int, _BLOCK),

@@ -397,6 +397,11 @@ class OptionFields:
         "what the layer ids of an EAGLE-3 config count: outputs of layers, or boundaries between them",
         choices=AUX_LAYER_IDS,
     )  # fmt: skip
+    speculative_draft_window_size: int | None = option(
+        None, SPECULATION,
+        "tokens that a head's or a prediction layer's own attention sees, the newest among them; verification sees all "
+        "(default: as the head's config says, mostly all)", minimum=2, maximum=2**31 - 1,
+    )  # fmt: skip
     speculative_lm_head_quantization: str = option(
         "auto", SPECULATION,
         "GPU: type of a copy of the lm_head, the target's or a head's own, that drafts of few rows multiply with: int8 "

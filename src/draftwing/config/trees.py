@@ -135,18 +135,36 @@ def carried_shape(folder: Path, device: str, default: TreeShape = BLOCK, in_para
     Raises ConfigError for shapes that no tree has, of any device.
     """
     file = folder / "config.json"
-    try:
-        config = load_json(file)
-        own = config.get("draftwing", {})
-    except (OSError, ValueError, AttributeError):
-        return None  # what is wrong with the file says who loads the head
-    shapes = _object(own, f"{file}: draftwing").get("shapes", {})
-    where = f"{file}: draftwing.shapes"
+    config, own = _carried(file)
+    if config is None:
+        return None
+    shapes, where = own.get("shapes", {}), f"{file}: draftwing.shapes"
     found = {name: checked_shape(value, f"{where}.{name}") for name, value in _object(shapes, where).items()}
     unknown = next((name for name in found if name not in DEVICES), None)
     if unknown is not None:
         raise ConfigError(f"{where}: expected shapes for {' or '.join(DEVICES)}, found {show(unknown)}")
     return found.get(device) or (BRANCHED_BLOCK if in_parallel else _of_block(config, default))
+
+
+def carried_window(folder: Path) -> int | None:
+    """Returns how many tokens the head's own attention is to see by its config.json: `"draftwing": {"window": 1024}`;
+    None where it says nothing. Raises ConfigError for what is no such number."""
+    file = folder / "config.json"
+    found = _carried(file)[1].get("window")
+    if found is not None and (type(found) is not int or found < 2):
+        raise ConfigError(f"{file}: draftwing.window: expected tokens, 2 or more, found {show(found)}")
+    return found
+
+
+def _carried(file: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Returns a head's config, and what it says to this package alone. None for a file that cannot be read: what is
+    wrong with it says who loads the head."""
+    try:
+        config = load_json(file)
+        own = config.get("draftwing", {})
+    except (OSError, ValueError, AttributeError):
+        return None, {}
+    return config, _object(own, f"{file}: draftwing")
 
 
 def _of_block(config: dict[str, Any], tree: TreeShape) -> TreeShape | None:

@@ -301,6 +301,14 @@ class Attention(Mixer):
             if linear.adapted is not None:
                 linear.adapted.defers = True
 
+    def see_at_most(self, positions: int) -> bool:
+        """Lets queries see no further back than so many positions, their own among them; returns whether that can be
+        had."""
+        if self._chunk or self.index is not None or self.reads_others:
+            return False
+        self._window = min(self._window or positions, positions)
+        return True
+
     def linears(self) -> list[Linear]:
         return [self.qkv, *([] if self.index is None else self.index.linears()), self.o]
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from draftwing.config.drafters import SECOND, DrafterSpec
-from draftwing.config.trees import TreeShape, carried_shape, max_nodes
+from draftwing.config.trees import TreeShape, carried_shape, carried_window, max_nodes
 from draftwing.errors import ConfigError
 from draftwing.layers.linear import Linear
 from draftwing.models.heads.base import MOST_ROWS, DraftHead, DraftLM, FeatureHead, is_large, quantized_copy
@@ -158,6 +158,10 @@ def _packed_head(context: DraftContext, folder: Path | None) -> FeatureHead:
             context_length=options.context_length, dummy=options.dummy, weight_format=context.head_weights,
             as_stored=not swaps,
         )  # fmt: skip
+    # Of the first head, also for what takes its place.
+    window = options.speculative_draft_window_size or carried_window(context.draft_path)
+    if window is not None:
+        head.see_at_most(window)
     head.pack(context.ops)
     return head
 

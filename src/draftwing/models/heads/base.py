@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import SlotSpec
+from draftwing.layers.attention import Attention
+from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.groups import GroupFormat
@@ -131,6 +133,16 @@ class FeatureHead(DraftHead, nn.Module):
     def set_max_positions(self, positions: int) -> None:
         weight = next(part.weight for part in self.modules() if isinstance(part, RMSNorm))  # packing leaves norms
         self.rope.make(positions, self.rope.table.dtype, weight.device)  # norms may be in float32
+
+    def see_at_most(self, positions: int) -> None:
+        """Lets no layer see further back than so many positions, the row's own among them. For a head that is not
+        packed yet. Raises ConfigError for layers whose attention has no windows."""
+        for mixer in (layer.mixer for layer in self.modules() if isinstance(layer, DecoderLayer)):
+            if not isinstance(mixer, Attention) or not mixer.see_at_most(positions):
+                raise ConfigError(
+                    "--speculative-draft-window-size: expected draft layers with plain attention, found "
+                    f"{type(mixer).__name__}"
+                )
 
     def restrict(self, ids: Tensor) -> None:
         """Drafts only the tokens `ids` [n] int64 from now on (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).

@@ -8,6 +8,8 @@ other. With a correction, or a selector, branches of a tree differ.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -231,6 +233,11 @@ class BlockHead(FeatureHead):
             self.markov = MarkovHead(config, block, self.vocab, dtype, device)
         self.selector = CandidateSelector(config, block, dtype, device) if block.candidates else None
         self.confidence = ConfidenceHead(config, block, dtype, device) if block.confidence else None
+
+    def see_at_most(self, positions: int) -> None:
+        block = self.config_of_block
+        reach = tuple(min(window or positions, positions) for window in block.windows)
+        self.config_of_block = replace(block, windows=reach)
 
     def draft_only(self, ids: Tensor | None) -> None:
         """Prepares as all heads do. Takes their rows of the target's lm_head where the head has none of its own."""
