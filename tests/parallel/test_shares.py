@@ -11,10 +11,10 @@ from hybrid_models import on_ranks, reference, saved, tokens, whole_logits
 from reference.checkpoints import Checkpoint, llama_target, qwen2_target
 
 from draftwing.errors import ConfigError
-from draftwing.layers.config import own_heads, width_share
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops import make_ops
 from draftwing.parallel.ranks import Absent
+from draftwing.parallel.shares import own_heads, width_share
 
 CPU = torch.device("cpu")
 

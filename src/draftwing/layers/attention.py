@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec
 from draftwing.layers.block_indexer import BlockIndexConfig, BlockIndexer
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes, own_heads
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.parallel import joined
 from draftwing.layers.norm import BareNorm, RMSNorm, row_squares
@@ -22,6 +22,7 @@ from draftwing.ops.rope.spec import rotate
 from draftwing.parallel.columns import Columns, every_rank
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
+from draftwing.parallel.shares import own_heads
 
 
 @dataclass(frozen=True)

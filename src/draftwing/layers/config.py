@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
 
@@ -22,7 +22,8 @@ from draftwing.ops.experts.routing import Routing
 from draftwing.ops.table import PLAIN, LayerOps
 from draftwing.parallel.columns import Columns, every_rank
 from draftwing.parallel.cut import Cut, Order
-from draftwing.parallel.ranks import ALONE, Absent, Ranks, Share
+from draftwing.parallel.ranks import ALONE, Absent, Ranks
+from draftwing.parallel.shares import width_share
 
 
 def check_sizes(config: object, names: Iterable[str], of: str = "") -> None:
@@ -61,47 +62,6 @@ class NormConfig:
 NORM = NormConfig()  # of Llama
 # Of a gate: SiLU, or GELU by tanh. Without a gate: the square of ReLU, xIELU, GELU by tanh and as it is.
 Activation = Literal["silu", "gelu", "relu2", "xielu", "ungated_gelu", "ungated_exact_gelu"]
-
-
-def own_heads(ranks: Ranks, heads: int, groups: int, what: str) -> tuple[range, range]:
-    """Returns which heads one rank has, and which groups these are of: whole groups, or of one, which other ranks
-    have, too, some heads. what: they are called. Raises ConfigError for fewer heads than ranks."""
-    if ranks.size > heads:
-        raise ConfigError(
-            f"--tp-size {ranks.size}: expected at most {heads}, a rank for each of the model's {what}; found "
-            f"{ranks.size}"
-        )
-    each = heads // groups
-    if groups >= ranks.size:
-        start, size, _ = ranks.even_share(groups)
-        return range(start * each, (start + size) * each), range(start, start + size)
-    group = ranks.rank * groups // ranks.size
-    among = ranks_of_group(ranks, groups)
-    start, end = (group * each - -(at - among.start) * each // len(among) for at in (ranks.rank, ranks.rank + 1))
-    return range(start, end), range(group, group + 1)
-
-
-def ranks_of_group(ranks: Ranks, groups: int) -> range:
-    """Returns those that have heads of this rank's group, where there are fewer groups than ranks."""
-    group = ranks.rank * groups // ranks.size
-    first, end = (-(-at * ranks.size // groups) for at in (group, group + 1))
-    return range(first, end)
-
-
-BLOCKS = 64, 32  # columns that kernels, or a format's blocks, want together
-MANY = 8  # blocks that a rank has at least, of which others may have one more or less
-
-
-def width_share(ranks: Ranks, whole: int) -> Share:
-    """Returns the share of so many columns between two matrices: the same on all ranks where that is whole blocks, else
-    as many blocks as can be. Where there are few of these, the same, which may leave a rest: `LayerConfig.spread`
-    refuses that."""
-    size, rest = divmod(whole, ranks.size)
-    if rest or size % min(BLOCKS):
-        for block in BLOCKS:
-            if whole % block == 0 and whole // block >= MANY * ranks.size:
-                return ranks.even_share(whole, block)
-    return Share(ranks.rank * size, size, whole)
 
 
 @dataclass(frozen=True)
@@ -236,7 +196,7 @@ class LayerConfig:
     streams: StreamsConfig | None = None
     ngram: NgramConfig | None = None
     weight_format: WeightFormat = DENSE
-    ranks: Ranks = ALONE
+    ranks: Ranks = field(default=ALONE, compare=False)
     inputs: tuple[tuple[str, Columns], ...] = ()
 
     @property

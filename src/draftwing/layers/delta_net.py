@@ -9,16 +9,7 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import DeltaSpec
-from draftwing.layers.config import (
-    Mixer,
-    MixerConfig,
-    Placement,
-    StoredMatrix,
-    StoredVector,
-    check_sizes,
-    check_taps,
-    own_heads,
-)
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes, check_taps
 from draftwing.layers.linear import Linear
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
@@ -26,6 +17,7 @@ from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import LayerOps
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
+from draftwing.parallel.shares import own_heads
 
 Runs = Iterator[tuple[int, int]]  # of an axis: start and size of each
 

@@ -13,15 +13,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from draftwing.kv.pool import DeltaSpec
-from draftwing.layers.config import (
-    MixerConfig,
-    Placement,
-    StoredMatrix,
-    StoredVector,
-    check_sizes,
-    check_taps,
-    own_heads,
-)
+from draftwing.layers.config import MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes, check_taps
 from draftwing.layers.delta_net import DeltaMixer
 from draftwing.layers.linear import Linear
 from draftwing.ops.attention.attend import Attend
@@ -29,6 +21,7 @@ from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
 from draftwing.ops.table import LayerOps
 from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import Ranks, Share
+from draftwing.parallel.shares import own_heads
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVSpec
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes, own_heads
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes
 from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.indexer import IndexConfig, Indexer
 from draftwing.layers.linear import Linear
@@ -25,6 +25,7 @@ from draftwing.ops.gemm.contract import HeadProducts
 from draftwing.ops.table import LayerOps
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
+from draftwing.parallel.shares import own_heads
 
 _EPS = 1e-6  # of the norms of latents, whatever a config says of the others
 

@@ -15,16 +15,7 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import DeltaSpec
-from draftwing.layers.config import (
-    MixerConfig,
-    Placement,
-    StoredMatrix,
-    StoredVector,
-    check_sizes,
-    check_taps,
-    own_heads,
-    ranks_of_group,
-)
+from draftwing.layers.config import MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes, check_taps
 from draftwing.layers.delta_net import DeltaMixer, Runs
 from draftwing.layers.linear import Linear
 from draftwing.layers.norm import row_squares
@@ -32,6 +23,7 @@ from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
 from draftwing.parallel.cut import Cut, ordered
 from draftwing.parallel.ranks import Ranks, Share
+from draftwing.parallel.shares import own_heads, ranks_of_group
 
 PARTS = ("z", "x", "B", "C", "dt")  # of the first matrix, as a checkpoint has them
 

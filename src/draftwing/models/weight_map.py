@@ -7,14 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
-from draftwing.layers.config import (
-    ExpertConfig,
-    LayerConfig,
-    NgramConfig,
-    StoredMatrix,
-    StoredVector,
-    width_share,
-)
+from draftwing.layers.config import ExpertConfig, LayerConfig, NgramConfig, StoredMatrix, StoredVector
 from draftwing.layers.encoder import EncoderConfig
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, blocks_or_dense
@@ -25,6 +18,7 @@ from draftwing.models.config import ModelConfig
 from draftwing.models.family import own_name
 from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import ALONE, Ranks, Share
+from draftwing.parallel.shares import width_share
 
 # Multi-token prediction layers that are stored with the model; they belong to the drafter.
 MTP_LAYERS = "model.mtp_layers."  # of which there may be several

@@ -564,6 +564,8 @@ def test_kernels_of_the_last_rank_are_made_too_where_it_has_less(job: Job) -> No
     layouts = [precompile._layouts(one, torch.bfloat16) for one in models]
     assert [{layout.chunks for layout in some} for some in layouts] == [{1, 9}, {1, 8}]
     assert precompile._unlike_ranks(job._replace(options=dataclasses.replace(job.options, tp_size=1))) == (0,)
+    (job.path / "config.json").write_text(json.dumps(CONFIG))
+    assert precompile._unlike_ranks(job._replace(options=dataclasses.replace(job.options, tp_size=2))) == (0,)
 
 
 def test_experts_of_all_rows_are_held_as_others(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
