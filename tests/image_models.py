@@ -199,6 +199,12 @@ ON_GPU: dict[str, Kind] = {
             **IDS,
         },
     ),
+    "qwen3-vl on a gpu": KINDS["qwen3-vl"]._replace(
+        config={
+            **KINDS["qwen3-vl"].config,
+            "text_config": {**KINDS["qwen3-vl"].config["text_config"], "intermediate_size": 192, "head_dim": 64},
+        }
+    ),
     "gemma4 on a gpu": KINDS["gemma4"]._replace(
         config={
             **KINDS["gemma4"].config,

@@ -9,7 +9,8 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftwing.layers.rope import RopeConfig, cos_sin, inverse_frequencies, rope_table
+from draftwing.layers.rope import Rope, RopeConfig, cos_sin, inverse_frequencies, rope_table
+from draftwing.ops import make_ops
 from draftwing.ops.rope.spec import rotate
 
 
@@ -84,3 +85,18 @@ def test_yarn_equals_transformers_where_its_ramp_leaves_the_pairs(fast: float, s
     expected, _ = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     ours = RopeConfig(1e4, "yarn", 4.0, original_max_positions=512, beta_fast=fast, beta_slow=slow)
     torch.testing.assert_close(torch.from_numpy(inverse_frequencies(ours, 64)), expected, rtol=1e-5, atol=0)
+
+
+def test_positions_in_three_axes_that_are_alike_are_those_of_text() -> None:
+    """To the bit; else each pair has the position of its axis, the pairs in turn as long as a section has some."""
+    rope, ops = Rope(RopeConfig(dims=8, sections=(2, 1, 1)), 16, torch.bfloat16), make_ops(torch.device("cpu"))
+    rope.make(64, torch.bfloat16, "cpu")
+    axes = torch.tensor([[3, 9, 63], [3, 9, 11], [3, 9, 50]])
+    plain, found = rope(axes[0], ops), rope(axes, ops)
+    for part, whole in zip(found, plain, strict=True):
+        assert part.shape == whole.shape == (3, 1, 16) and torch.equal(part[:2], whole[:2])
+        chosen = torch.cat(
+            [rope.table[place, :, [i, i + 8]] for i, place in enumerate([63, 11, 50, 63, 63, 63, 63, 63])], 1
+        )
+    cos, sin = chosen[:, [*range(0, 16, 2), *range(1, 16, 2)]]
+    assert torch.equal(found[0][2, 0], cos) and torch.equal(found[1][2, 0], sin)
