@@ -18,7 +18,7 @@ from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.machine import free_memory
 from draftwing.models.adapters.groups import kind_of, of_experts, of_heads
-from draftwing.models.adapters.image import SlotLayout, SpareMemory, call_for_all, copy_exactly
+from draftwing.models.adapters.image import SlotLayout, SpareMemory, all_finite, call_for_all
 from draftwing.models.apart import of_state_space
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import EXPERTS, DecoderModel
@@ -40,8 +40,9 @@ class Factors(NamedTuple):
     scale: float
 
 
-def checked_factors(down: Tensor, up: Tensor, where: str) -> None:
-    """Raises CheckpointError for what are no factors of one matrix. where: for messages."""
+def checked_factors(down: Tensor, up: Tensor, where: str, finite: bool = False) -> None:
+    """Raises CheckpointError for what are no factors of one matrix. where: for messages.  finite: whether it is known
+    that all numbers are."""
     shapes = f"{list(down.shape)} and {list(up.shape)}"
     if down.dim() != 2 or up.dim() != 2 or up.shape[1] != down.shape[0]:
         raise CheckpointError(f"{where}: expected factors [r, inputs] and [outputs, r]; found {shapes}")
@@ -50,7 +51,7 @@ def checked_factors(down: Tensor, up: Tensor, where: str) -> None:
     for part in (down, up):
         if part.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise CheckpointError(f"{where}: expected floating point of 16 bits or more, found {part.dtype}")
-        if part.numel() and not torch.stack(part.aminmax()).isfinite().all():  # NaN comes through
+        if not finite and not all_finite([part]):
             raise CheckpointError(f"{where}: expected numbers that are finite; found some that are not")
 
 
@@ -318,29 +319,26 @@ class AdapterSlots:
             image = self.spare.take(memory)
         except RuntimeError:
             return adapter
-        into, by_linear = self.layout.weights_in(image), dict[str, list[str]]()
+        into, by_linear = self.layout.numbers_in(image), dict[str, list[str]]()
         kept = dict(adapter.factors)
         for name in adapter.factors:
             by_linear.setdefault(self.targets.targets[name].linear, []).append(name)
 
         def write(linear: str) -> None:
-            weights, names = into[linear], by_linear.get(linear, ())
-            slices, whole = len(weights.bounds) - 1, 0
-            for name in names:
-                whole += len(adapter.factors[name].down) == weights.rank
-            if whole < slices * len(weights.down):
-                weights.clear(1, len(weights.down))
+            weights, mine, names = self.weights[linear], into[linear], by_linear.get(linear, ())
+            slices = len(weights.bounds) - 1
+            if sum(len(adapter.factors[name].down) == weights.rank for name in names) < mine.ranks.size:
+                mine.clear()
             for name in names:
                 target = self.targets.targets[name]
                 group, place = divmod(target.slice, slices)
                 down, up, scale = target.of(adapter.factors[name])
-                begin, end = weights.bounds[place : place + 2]
-                mine = weights.down[group, place, : len(down)], weights.up[group, : len(down), begin:end].T
-                copy_exactly(mine[0], down)
-                copy_exactly(mine[1], up)
-                if target.part.order is None and target.part.cut is None and down.dtype == mine[0].dtype:
-                    kept[name] = Factors(*mine, adapter.factors[name].scale)  # not twice in memory
-                weights.ranks[group, place], weights.scales[group, place] = len(down), scale
+                outputs, own = slice(*weights.bounds[place : place + 2]), down.dtype == weights.down.dtype
+                if not own or up.dtype != down.dtype:
+                    down, up = down.to(weights.down.dtype), up.to(weights.down.dtype)
+                mine.write(group, place, outputs, down, up, scale)
+                if own and target.part.order is None and target.part.cut is None:  # not twice in memory
+                    kept[name] = Factors(*mine.views(group, place, outputs, down), adapter.factors[name].scale)
 
         call_for_all([*into], write)
         return replace(adapter, factors=kept, image=image)

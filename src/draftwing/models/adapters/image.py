@@ -3,23 +3,62 @@ waits for, where hundreds of small ones would take as long as ten steps."""
 
 from __future__ import annotations
 
+import ctypes
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final, NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwing.machine import processors
 from draftwing.ops.adapters.spec import AdapterWeights
 
+T = TypeVar("T")
 PART_BYTES: Final = 4 << 20  # of memory asked for at once; a GPU's driver does nothing else meanwhile, for about 1 ms
 PAUSE: Final = 0.05  # seconds between two parts, for steps that the driver held up
+_BITS: Final = {2: np.int16, 4: np.int32, 8: np.int64}  # by bytes
 _ALIGNED: Final = 16  # bytes at which tensors begin
 _FIELDS: Final = 4  # tensors of `AdapterWeights` that have a place for each slot, its first ones
 THREADS: Final = 4  # that write an image, or look at factors; memory is busy with fewer than these
+
+
+class HostFactors(NamedTuple):
+    """Factors of one slot in memory of the host: bits of numbers, as NumPy has them. Loading an adapter has thousands
+    of small operations, and with each of torch's a thread lets others of Python go first, such as the one that runs
+    steps."""
+
+    down: NDArray[Any]  # [groups, slices, rank, inputs]
+    up: NDArray[Any]  # [groups, outputs, rank]
+    ranks: NDArray[Any]  # [groups, slices]
+    scales: NDArray[Any]  # [groups, slices], bits of float32
+    begins: list[int]
+    memory: Tensor
+
+    def clear(self) -> None:
+        for part in self[:_FIELDS]:
+            part[...] = 0
+
+    def write(self, group: int, place: int, outputs: slice, down: Tensor, up: Tensor, scale: float) -> None:
+        """Takes factors in the type of the slot's. outputs: of the slice `place`."""
+        rank = len(down)
+        self.down[group, place, :rank] = bits_of(down)
+        self.up[group, outputs, :rank] = bits_of(up)
+        self.ranks[group, place], self.scales.view(np.float32)[group, place] = rank, scale
+
+    def views(self, group: int, place: int, outputs: slice, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the factors that were written there, [r, inputs] and [outputs, r]. like: the first one."""
+        whole, size = self.memory.view(like.dtype), like.itemsize
+        _, slices, most, inputs = self.down.shape
+        down = self.begins[0] // size + (group * slices + place) * most * inputs
+        up = self.begins[1] // size + (group * self.up.shape[1] + outputs.start) * most
+        count = outputs.stop - outputs.start
+        return whole.as_strided(like.shape, (inputs, 1), down), whole.as_strided((count, len(like)), (most, 1), up)
 
 
 class SlotLayout:
@@ -53,6 +92,19 @@ class SlotLayout:
             down, up, ranks, scales = parts
             up = up.mT
             found[name] = AdapterWeights(down, up, ranks, scales, one.ends, one.bounds)
+        return found
+
+    def numbers_in(self, memory: Sequence[Tensor]) -> dict[str, HostFactors]:
+        """Returns where the same lie in memory of the host, for whoever writes them there."""
+        every, found = [part.numpy() for part in memory], {}
+        for name, one in self._weights.items():
+            (at, begins), parts = self._places[name], []
+            for part, begin in zip(one[:_FIELDS], begins, strict=True):
+                shape = (self._groups[name], *(part.mT.shape if part is one.up else part.shape)[1:])
+                size = math.prod(shape) * part.itemsize
+                parts.append(every[at][begin : begin + size].view(_BITS[part.itemsize]).reshape(shape))
+            down, up, ranks, scales = parts
+            found[name] = HostFactors(down, up, ranks, scales, begins, memory[at])
         return found
 
     def fill(self, slot: int, arrived: Tensor) -> None:
@@ -99,7 +151,7 @@ class SpareMemory:
             self._filling.release()
 
 
-def call_for_all(names: Sequence[str], write: Callable[[str], None]) -> None:
+def call_for_all(names: Sequence[T], write: Callable[[T], None]) -> None:
     """Calls `write` for each of the names, several at once where there are processors for it."""
     threads = min(THREADS, processors().threads, len(names))
     if threads < 2:
@@ -111,9 +163,30 @@ def call_for_all(names: Sequence[str], write: Callable[[str], None]) -> None:
             pass
 
 
-def copy_exactly(to: Tensor, source: Tensor) -> None:
-    """Copies between tensors of the host, by NumPy, which takes no more than one thread."""
-    if to.dtype != source.dtype or to.element_size() != 2:
-        to.copy_(source)
-    else:
-        to.view(torch.int16).numpy()[...] = source.view(torch.int16).numpy()
+def bits_of(tensor: Tensor) -> NDArray[Any]:
+    """Returns the bits of a tensor of the host."""
+    whole = tensor.contiguous()
+    start, storage = whole.storage_offset(), whole.untyped_storage()
+    address = ctypes.cast(storage.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
+    found = np.ctypeslib.as_array(address, (storage.nbytes(),))
+    part = found[start * whole.itemsize : (start + whole.numel()) * whole.itemsize]
+    return part.view(_BITS[whole.itemsize]).reshape(whole.shape)
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether all numbers are finite: by few operations where the tensors, of one type, lie side by side."""
+    first = min(tensors, key=Tensor.data_ptr)
+    size = sum(one.nbytes for one in tensors)
+    end = max(one.data_ptr() + one.nbytes for one in tensors)
+    kinds = {(one.dtype, one.untyped_storage().data_ptr(), one.is_contiguous()) for one in tensors}
+    together = len(kinds) == 1 and first.is_contiguous() and end - first.data_ptr() == size
+    flat = [first.as_strided((size // first.itemsize,), (1,))] if together else [one.flatten() for one in tensors]
+    parts = [part for one in flat for part in one.split(PART_BYTES // one.itemsize) if len(part)]
+    found = list[bool]()
+
+    def look(at: int) -> None:
+        low, high = parts[at].aminmax()
+        found.append(math.isfinite(low.item()) and math.isfinite(high.item()))  # NaN comes through
+
+    call_for_all(range(len(parts)), look)
+    return all(found)

@@ -14,7 +14,7 @@ from draftwing.errors import CheckpointError
 from draftwing.models.adapters import groups
 from draftwing.models.adapters.adapter import MAX_RANK, Adapter, Factors, checked_factors
 from draftwing.models.adapters.files import CONFIG, WEIGHTS, folder_digest, read_config
-from draftwing.models.adapters.image import call_for_all
+from draftwing.models.adapters.image import all_finite
 from draftwing.models.adapters.stored import read_whole, tensors_of
 from draftwing.models.weight_map import canonical
 from draftwing.requests.refusals import show
@@ -93,7 +93,10 @@ def _factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], path: Pat
     found: dict[str, Factors] = {}
     joined = bool(config.get("target_parameters"))
     alone = [one for one, pair in pairs.items() if len(pair) == 2 and not (joined and _OF_ALL.fullmatch(one))]
-    call_for_all(alone, lambda one: checked_factors(pairs[one]["A"], pairs[one]["B"], f"{path}: {show(one)}"))
+    floating = [one for one in tensors.values() if one.is_floating_point()]
+    finite = bool(floating) and all_finite(floating)
+    for one in alone:
+        checked_factors(pairs[one]["A"], pairs[one]["B"], f"{path}: {show(one)}", finite)
     for module, pair in pairs.items():
         if len(pair) < 2:
             raise CheckpointError(f"{path}: {show(module)} has lora_{next(iter(pair))} alone; expected A and B")

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import stat
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -69,12 +70,13 @@ def tensors_of(data: Tensor, path: Path) -> dict[str, Tensor]:
         if len(data) < 8 or size > min(len(data) - 8, _MOST_HEADER):
             raise ValueError("there is no header")
         header = json.loads(data[8 : 8 + size].numpy().tobytes())
-        values, found = data[8 + size :], dict[str, Tensor]()
-        left = len(values)
+        begin, found = 8 + size, dict[str, Tensor]()
+        left = len(data) - begin
+        flat = {kind: data[: len(data) // kind.itemsize * kind.itemsize].view(kind) for kind in _DTYPES.values()}
         for name, one in header.items():
             if name == "__metadata__":
                 continue
-            found[name] = _tensor(name, values, **one)
+            found[name] = _tensor(name, data, begin, flat, **one)
             left -= found[name].nbytes
             if left < 0:  # else a small file could ask for any memory
                 raise ValueError("tensors lie in the same place")
@@ -83,17 +85,24 @@ def tensors_of(data: Tensor, path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
-def _tensor(name: str, values: Tensor, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
+def _tensor(
+    name: str, data: Tensor, first: int, flat: Mapping[torch.dtype, Tensor], dtype: str, shape: list[int],
+    data_offsets: list[int],
+) -> Tensor:  # fmt: skip
+    """first: byte of the first value.  flat: the content by type, of which a tensor is one operation of torch's."""
     if dtype not in _DTYPES:
         raise ValueError(f"{name[:200]!r} is of an unknown type, {dtype[:20]!r}")
     (begin, end), kind = data_offsets, _DTYPES[dtype]
     numbers = [begin, end, *shape]
     if not all(type(one) is int and one >= 0 for one in numbers):
         raise ValueError(f"{name[:200]!r} has sizes that are no whole numbers")
-    if not begin <= end <= len(values) or end - begin != math.prod(shape) * kind.itemsize:
+    if not begin <= end <= len(data) - first or end - begin != math.prod(shape) * kind.itemsize:
         raise ValueError(f"{name[:200]!r} does not fit its place")
-    part = values[begin:end]
-    return (part if part.storage_offset() % kind.itemsize == 0 else part.clone()).view(kind).view(shape)
+    begin, end = first + begin, first + end
+    if begin % kind.itemsize:
+        return data[begin:end].clone().view(kind).view(shape)
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return flat[kind].as_strided(shape, strides, begin // kind.itemsize)
 
 
 def stored_digest(path: Path) -> str:
