@@ -28,7 +28,7 @@ from draftwing.models.loader import load_config, load_model
 from draftwing.models.weight_map import canonical, checkpoint_names, stored_tensors
 from draftwing.ops import make_ops
 from draftwing.ops.gemm.stored import MXRows
-from draftwing.parallel.ranks import ALONE, Absent
+from draftwing.parallel.ranks import ALONE, Absent, Alone
 
 SIZES = {
     "pad_token_id": 0,
@@ -734,6 +734,9 @@ OF_RANKS = [
     "ling2",
     "llama4",
     "afmoe",
+    "olmo2",
+    "olmoe",
+    "gpt-oss",
 ]
 
 
@@ -748,9 +751,13 @@ def test_a_folder_that_ranks_read(tmp_path: Path, family: str, size: int) -> Non
     """Packed, of tensors that are cut, taken apart or put together."""
     reference, ids = random_reference(family), tokens(40)
     reference.save_pretrained(tmp_path)
+    ops = make_ops(torch.device("cpu"))
     for whole_experts in (False, True) if family == "llama4" else (False,):
-        found = on_ranks(tmp_path, make_ops(torch.device("cpu")), ids, whole_experts, size)
+        found = on_ranks(tmp_path, ops, ids, whole_experts, size)
         torch.testing.assert_close(found, reference(ids[None]).logits[0], atol=2e-4, rtol=1e-4)
+    alone = load_model(tmp_path, torch.float32, "cpu", ranks=Alone(invariant=True))
+    alone.pack(ops)
+    assert torch.equal(on_ranks(tmp_path, ops, ids, size=size, invariant=True), whole_logits(alone, ids))
 
 
 @pytest.mark.slow
