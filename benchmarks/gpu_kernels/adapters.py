@@ -84,7 +84,8 @@ def main() -> None:
     rows = [int(one) for one in args.rows.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         given = {"speculative_algorithm": "none", "cuda_graph_max_bs": max(rows), "max_running_requests": max(rows)}
-        given |= {"max_total_tokens": 32768, "context_length": 4096, "lora_dir": folder, "max_loras": args.many}
+        given |= {"max_total_tokens": 32768, "lora_dir": folder, "max_loras": args.many}
+        given |= {"context_length": 2048 if args.tiny else 4096}
         parts = build(Path(folder), given | {"max_lora_rank": args.rank} | options_of(args.options), args.tiny)
     executor = parts.executor
     while parts.later:
