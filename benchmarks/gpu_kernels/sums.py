@@ -43,15 +43,21 @@ def all_reduce(group: Group, x: Tensor, residual: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def seconds(device: Device, fn: Callable[[], object]) -> float:
+def microseconds(device: Device, fn: Callable[[], object]) -> str:
+    """Returns what one of many calls takes, or "-" where they fail, which standard error tells then."""
+
     def many() -> Any:
         for _ in range(CALLS):
             out = fn()
         return out
 
-    RUNS.append(device.record(many)[0])
-    RUNS[-1]()
-    return min(device.timed(RUNS[-1], TIMES)) / CALLS
+    try:
+        RUNS.append(device.record(many)[0])
+        RUNS[-1]()
+        return f"{min(device.timed(RUNS[-1], TIMES)) / CALLS * 1e6:.1f}"
+    except RuntimeError as error:
+        print(f"{fn}: {error}", file=sys.stderr, flush=True)
+        return "-"
 
 
 @torch.inference_mode()
@@ -70,15 +76,16 @@ def compare(group: Group, device: Device, calls: int) -> int:
 
 
 def work(group: Group, device: Device, args: argparse.Namespace) -> None:
-    def say(words: str) -> None:
+    def say(words: str, end: str = "\n") -> None:
         if group.rank == 0:
-            print(words, flush=True)
+            print(words, end=end, flush=True)
 
     wrong = compare(group, device, args.calls)
     say(group.title)
     found = group.exchange(str(wrong).encode())
     say(f"{args.calls} sums, other than gathered on each rank: {', '.join(one.decode() for one in found)}")
-    say(f"{'rows':>5} {'columns':>8} {'us engine':>9} {'us gathered':>12} {'us in shares':>13} {'us all-reduce':>14}")
+    names = "engine", "gathered", "in shares", "all-reduce"
+    say(f"{'rows':>5} {'columns':>8}" + "".join(f"{'us ' + name:>14}" for name in names))
     for size in map(int, args.sizes.split(",")):
         for rows in map(int, args.rows.split(",")):
             x = torch.ones(rows, size, dtype=torch.bfloat16, device=device.device)
@@ -89,8 +96,10 @@ def work(group: Group, device: Device, args: argparse.Namespace) -> None:
                 partial(group.sum_in_shares, x, None, residual, device.ops),
                 partial(all_reduce, group, torch.zeros_like(x), residual),
             )
-            times = [seconds(device, way) * 1e6 for way in ways]
-            say(f"{rows:5} {size:8} {times[0]:9.1f} {times[1]:12.1f} {times[2]:13.1f} {times[3]:14.1f}")
+            say(f"{rows:5} {size:8}", end="")
+            for way in ways:
+                say(f"{microseconds(device, way):>14}", end="")
+            say("")
 
 
 def main() -> None:
@@ -106,7 +115,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(args.seconds, exit=True)
     device = pick_device("cuda", args.rank)
     if args.rank:
-        work(join(args.port, args.ranks, args.rank, device.device), device, args)
+        work(join(args.port, args.ranks, args.rank, device.device, device.collectives), device, args)
         os._exit(0)  # NCCL would wait for the graphs
     meeting = Rendezvous()
     others = [
@@ -114,7 +123,7 @@ def main() -> None:
         for rank in range(1, args.ranks)
     ]
     try:
-        work(meeting.join(args.ranks, device.device), device, args)
+        work(meeting.join(args.ranks, device.device, device.collectives), device, args)
         for other in others:
             other.wait()
         os._exit(0)
