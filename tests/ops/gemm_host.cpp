@@ -22,6 +22,7 @@ typedef unsigned short u16;
 #define SHARES 8
 #define CHUNK 64
 #define STEP (SHARES * CHUNK)
+#define EACH(i, COUNT) _Pragma("unroll") for (int i = 0; i < (COUNT); ++i)
 #define __device__
 #define __global__
 #define __forceinline__ inline

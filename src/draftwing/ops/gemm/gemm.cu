@@ -140,43 +140,33 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 
 enum { PLAIN = 0, ADD = 1, SILU_MUL = 2 };
 
+// A loop that is unrolled.
+#define EACH(i, COUNT) _Pragma("unroll") for (int i = 0; i < (COUNT); ++i)
+
 // No two lanes of a warp that stores a tile meet in a bank; of 16 features, which cuda.py wants small, two do.
 __device__ constexpr int pitch_of(int rows) { return rows > 16 ? rows + 4 : rows + 2; }
 
 // Sums of a warp, of ROW_TILES times 16 features and TOKEN_TILES times 8 rows of x.
 template <int ROW_TILES, int TOKEN_TILES>
 __device__ __forceinline__ void clear_sums(float (&d)[ROW_TILES][TOKEN_TILES][4]) {
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
+    EACH(r, ROW_TILES) EACH(m, TOKEN_TILES) d[r][m][0] = d[r][m][1] = d[r][m][2] = d[r][m][3] = 0.f;
 }
 
 // Those of a share, and of the shares before it.
 template <int ROW_TILES, int TOKEN_TILES>
 __device__ __forceinline__ void clear_sums(float (&d)[ROW_TILES][TOKEN_TILES][4],
                                            float (&sum)[ROW_TILES][TOKEN_TILES][4]) {
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) d[r][m][i] = sum[r][m][i] = 0.f;
+    EACH(r, ROW_TILES) EACH(m, TOKEN_TILES) EACH(i, 4) d[r][m][i] = sum[r][m][i] = 0.f;
 }
 
 // A share ends: its sums are added to those of the shares before it.
 template <int ROW_TILES, int TOKEN_TILES>
 __device__ __forceinline__ void add_share(float (&sum)[ROW_TILES][TOKEN_TILES][4],
                                           float (&d)[ROW_TILES][TOKEN_TILES][4]) {
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                sum[r][m][i] += d[r][m][i];
-                d[r][m][i] = 0.f;
-            }
+    EACH(r, ROW_TILES) EACH(m, TOKEN_TILES) EACH(i, 4) {
+        sum[r][m][i] += d[r][m][i];
+        d[r][m][i] = 0.f;
+    }
 }
 
 // Half a chunk: 32 columns, of which a lane has 8 in pairs.
@@ -190,15 +180,10 @@ __device__ __forceinline__ void mma_half(float (&d)[4], const u32 (&top)[4], con
 template <int ROW_TILES, int TOKEN_TILES, int PITCH, bool TAKE_TURNS = false>
 __device__ __forceinline__ void keep_sums(const float (&d)[ROW_TILES][TOKEN_TILES][4], float* sums) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int row = TAKE_TURNS ? r / 2 * 32 + (i >> 1) * 16 + r % 2 * 8 : r * 16 + (i >> 1) * 8;
-                sums[(m * 8 + t * 2 + (i & 1)) * PITCH + row + g] = d[r][m][i];
-            }
+    EACH(r, ROW_TILES) EACH(m, TOKEN_TILES) EACH(i, 4) {
+        const int row = TAKE_TURNS ? r / 2 * 32 + (i >> 1) * 16 + r % 2 * 8 : r * 16 + (i >> 1) * 8;
+        sums[(m * 8 + t * 2 + (i & 1)) * PITCH + row + g] = d[r][m][i];
+    }
 }
 
 __device__ __forceinline__ float silu_times(float gate, float up) {
@@ -223,8 +208,7 @@ __device__ __forceinline__ void store_results(const float* sums, const u16* __re
         const size_t at = (size_t)token_at * N + n;
         const float before = KIND == ADD ? load_value(extra + at) : 0.f;
         float part[CLUSTER * PARTS], up_part[CLUSTER * PARTS];
-#pragma unroll
-        for (int v = 0; v < CLUSTER * PARTS; ++v) {
+        EACH(v, CLUSTER * PARTS) {
             const float* const p = sums + (v % PARTS * TOKENS + m) * PITCH + at_row;
             if constexpr (CLUSTER > 1) {
                 part[v] = load_from_rank(p, v / PARTS);
@@ -235,8 +219,7 @@ __device__ __forceinline__ void store_results(const float* sums, const u16* __re
             }
         }
         float sum = 0.f, up = 0.f;
-#pragma unroll
-        for (int v = 0; v < CLUSTER * PARTS; ++v) {
+        EACH(v, CLUSTER * PARTS) {
             sum += part[v];
             if (KIND == SILU_MUL) up += up_part[v];
         }
@@ -305,8 +288,7 @@ struct Stored {
         template <class INDEX>  // the width that a kernel's other offsets have
         __device__ __forceinline__ void find(const Stored& weights, int row0, int at, INDEX chunk, int N, int K) {
             const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            EACH(half, 2) {
                 // SILU_MUL: a tile is 8 gates and, below them, the 8 ups that belong to them.
                 const int n =
                     KIND == SILU_MUL ? min(row0 + at / 2 + g, N - 1) + half * N : min(row0 + at + half * 8 + g, N - 1);
@@ -316,19 +298,16 @@ struct Stored {
 
         // Half j of a chunk.
         __device__ __forceinline__ void load(Part& into, int chunk, int j) const {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) into.v[j][half] = load_weight(row[half] + chunk * CHUNK + j * 32);
+            EACH(half, 2) into.v[j][half] = load_weight(row[half] + chunk * CHUNK + j * 32);
         }
 
         // A chunk to shared memory, where the lanes of a warp have their units and words side by side; and from there.
         __device__ __forceinline__ void copy(u16* units, u32* words, int chunk) const {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) copy_async(units + i * 256, row[i % 2] + chunk * CHUNK + i / 2 * 32);
+            EACH(i, 4) copy_async(units + i * 256, row[i % 2] + chunk * CHUNK + i / 2 * 32);
         }
 
         __device__ __forceinline__ static void take(Part& into, const u16* units, const u32* words) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) into.v[i / 2][i % 2] = load_shared(units + i * 256);
+            EACH(i, 4) into.v[i / 2][i % 2] = load_shared(units + i * 256);
         }
     };
 };
@@ -349,73 +328,49 @@ __device__ __forceinline__ void gemm(const u16* __restrict__ x, const WEIGHTS we
     const size_t k0 = (size_t)warp * CHUNK + t * 8;
 
     typename WEIGHTS::template Rows<KIND> rows[ROW_TILES];
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, row0, r * 16, (size_t)warp, N, K);
+    EACH(r, ROW_TILES) rows[r].find(weights, row0, r * 16, (size_t)warp, N, K);
     typename WEIGHTS::Part a[AHEAD][ROW_TILES];
-#pragma unroll
-    for (int p = 0; p < AHEAD; ++p)
+    EACH(p, AHEAD)
         if (p < count)
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], p * SHARES, j);
+            EACH(r, ROW_TILES) EACH(j, 2) rows[r].load(a[p][r], p * SHARES, j);
 
     wait_for_earlier_kernels();
     const u16* token[TOKEN_TILES];
     bool live[TOKEN_TILES];
-#pragma unroll
-    for (int m = 0; m < TOKEN_TILES; ++m) {
+    EACH(m, TOKEN_TILES) {
         const int row = token0 + m * 8 + g;
         live[m] = row < M;
         token[m] = x + (size_t)min(row, M - 1) * K + k0;
     }
     uint4 b[X_AHEAD][TOKEN_TILES][2];
-#pragma unroll
-    for (int p = 0; p < X_AHEAD; ++p)
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                b[p][m][j] = make_uint4(0, 0, 0, 0);
-                if (p < count && live[m]) b[p][m][j] = load_x(token[m] + p * STEP + j * 32);
-            }
+    EACH(p, X_AHEAD) EACH(m, TOKEN_TILES) EACH(j, 2) {
+        b[p][m][j] = make_uint4(0, 0, 0, 0);
+        if (p < count && live[m]) b[p][m][j] = load_x(token[m] + p * STEP + j * 32);
+    }
 
     float d[ROW_TILES][TOKEN_TILES][4];
     clear_sums(d);
 
     for (int c = 0; c < count; c += AHEAD) {
         const int come = WEIGHTS::GO_ON ? 0 : c;  // from where the pointers are
-#pragma unroll
-        for (int p = 0; p < AHEAD; ++p) {
+        EACH(p, AHEAD) {
             if (c + p < count) {
                 const int q = p % X_AHEAD;
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        u32 top[4], bottom[4];
-                        a[p][r].expand(j, top, bottom);
-#pragma unroll
-                        for (int m = 0; m < TOKEN_TILES; ++m) mma_half(d[r][m], top, bottom, b[q][m][j]);
-                    }
+                EACH(r, ROW_TILES) EACH(j, 2) {
+                    u32 top[4], bottom[4];
+                    a[p][r].expand(j, top, bottom);
+                    EACH(m, TOKEN_TILES) mma_half(d[r][m], top, bottom, b[q][m][j]);
+                }
                 if (c + p + AHEAD < count)
-#pragma unroll
-                    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                        for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], (come + p + AHEAD) * SHARES, j);
+                    EACH(r, ROW_TILES) EACH(j, 2) rows[r].load(a[p][r], (come + p + AHEAD) * SHARES, j);
                 if (c + p + X_AHEAD < count)
-#pragma unroll
-                    for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-                        for (int j = 0; j < 2; ++j)
-                            if (live[m]) b[q][m][j] = load_x(token[m] + (come + p + X_AHEAD) * STEP + j * 32);
+                    EACH(m, TOKEN_TILES) EACH(j, 2)
+                        if (live[m]) b[q][m][j] = load_x(token[m] + (come + p + X_AHEAD) * STEP + j * 32);
             }
         }
         if constexpr (WEIGHTS::GO_ON) {
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) rows[r].go_on(AHEAD * SHARES);
-#pragma unroll
-            for (int m = 0; m < TOKEN_TILES; ++m) token[m] += AHEAD * STEP;
+            EACH(r, ROW_TILES) rows[r].go_on(AHEAD * SHARES);
+            EACH(m, TOKEN_TILES) token[m] += AHEAD * STEP;
         }
     }
 

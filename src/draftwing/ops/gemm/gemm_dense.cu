@@ -116,39 +116,30 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
         int s = 0, parity = 0;
         for (int range = 0; range < task.chain; ++range) {
             float d[PARTS][FEATURES / 2];
-#pragma unroll
-            for (int part = 0; part < PARTS; ++part)
-#pragma unroll
-                for (int k = 0; k < FEATURES / 2; ++k) d[part][k] = 0.f;
+            EACH(part, PARTS) EACH(k, FEATURES / 2) d[part][k] = 0.f;
             for (int i = place.begin_of(range); i < place.begin_of(range + 1); ++i) {
                 wait_barrier(full + s, parity);
                 const u64 a = rows_at(x_ring + (s * task.x_rows + first_token) * PANEL);
                 const u64 b = rows_at(w_ring + (s * task.rows + first_row) * PANEL);
                 begin_products();
-#pragma unroll
-                for (int k = 0; k < 4; ++k)  // 32 bytes further
-#pragma unroll
-                    for (int part = 0; part < PARTS; ++part)
+                EACH(k, 4)  // 32 bytes further
+                    EACH(part, PARTS)
                         Product<FEATURES>::add(d[part], a + k * 2, b + k * 2 + part * (place.half * PANEL / 8));
                 end_products();
                 wait_for_products<0>();
                 if (lane == 0) arrive(empty + s);
                 if (++s == task.stages) s = 0, parity ^= 1;
             }
-#pragma unroll
-            for (int part = 0; part < PARTS; ++part) keep_here(d[part]);
+            EACH(part, PARTS) keep_here(d[part]);
             const bool ends = range + 1 == task.chain;
             if (ends) sync_consumers<CONSUMERS>();
             float* const to = (ends ? last : before) + at;
-#pragma unroll
-            for (int part = 0; part < PARTS; ++part)
-#pragma unroll
-                for (int j = 0; j < FEATURES / 8; ++j) {
-                    if (j * 8 >= columns) continue;
-                    float* const its = to + part * place.half + j * 8;
-                    *(float2*)its = {d[part][j * 4], d[part][j * 4 + 1]};
-                    *(float2*)(its + 8 * pitch) = {d[part][j * 4 + 2], d[part][j * 4 + 3]};
-                }
+            EACH(part, PARTS) EACH(j, FEATURES / 8) {
+                if (j * 8 >= columns) continue;
+                float* const its = to + part * place.half + j * 8;
+                *(float2*)its = {d[part][j * 4], d[part][j * 4 + 1]};
+                *(float2*)(its + 8 * pitch) = {d[part][j * 4 + 2], d[part][j * 4 + 3]};
+            }
         }
         if (task.chain == 1) finish_sums<CONSUMERS>(task.result, place, last, pitch, task.x_rows);
         else finish_sums<CONSUMERS, 2>(task.result, place, last, pitch, task.x_rows, before - last);

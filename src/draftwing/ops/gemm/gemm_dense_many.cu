@@ -106,8 +106,7 @@ struct Results {
     __device__ __forceinline__ u32 pair(const float (&sum)[FEATURES / 2], int n, int at, u32 before) const {
         const u16* const bias = task.result.bias && n < task.result.features ? task.result.bias + n : nullptr;
         float out[2];
-#pragma unroll
-        for (int v = 0; v < 2; ++v) {
+        EACH(v, 2) {
             out[v] = sum[at + v];
             if (bias) out[v] += to_float(bias[v]);
             if (GATED) {
@@ -135,11 +134,9 @@ struct Results {
                 asked = false, parity ^= 1;
             }
         }
-#pragma unroll
-        for (int j = 0; j < WAY / 8; ++j) {
+        EACH(j, WAY / 8) {
             const int n = tile.feature0 + column + j * 8 + lane % 4 * 2, at = (column / 8 + j) * 4;
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
+            EACH(h, 2) {
                 u32* const its = (u32*)(room + slot * BYTES + (row + h * 8) * (WAY * 2) + ((j ^ swizzle) * 16) + lane % 4 * 4);
                 *its = value(n, at + h * 2, !HELD && task.result.extra ? *its : 0u);
             }
@@ -233,8 +230,7 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
             wait_barrier(full + s, parity);
             const u64 a = rows_at(x_ring + (s * MANY + group * 64) * PANEL), b = rows_at(w_ring + s * FEATURES * PANEL);
             begin_products();
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {  // 32 bytes further
+            EACH(k, 4) {  // 32 bytes further
                 if (HELD && first && k == 0) Product<FEATURES>::set(d, a, b);
                 else Product<FEATURES>::add(d, a + k * 2, b + k * 2);
             }
@@ -258,20 +254,16 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
         // let each instruction end before the next begins.
         ManyTile before(task.result.M, Out::WIDTH, features, number0, rank);
         before.token0 = task.result.M;
-#pragma unroll
-        for (int k = 0; k < (HELD ? 1 : FEATURES / 2); ++k) whole[k] = 0.f;
-#pragma unroll
-        for (int k = 0; k < (HELD ? Out::WIDTH / 4 : 1); ++k) packed[k] = 0u;
-#pragma unroll
-        for (int k = 0; k < FEATURES / 2; ++k) d[k] = 0.f;
+        EACH(k, (HELD ? 1 : FEATURES / 2)) whole[k] = 0.f;
+        EACH(k, (HELD ? Out::WIDTH / 4 : 1)) packed[k] = 0u;
+        EACH(k, FEATURES / 2) d[k] = 0.f;
         for (int number = number0; number < tiles; number += step) {
             const ManyTile tile(task.result.M, Out::WIDTH, features, number, rank);
             for (int range = 0; range < RANGES; ++range) {
                 const int count = Panels<RANGES>(steps, range).count;
                 int i = 0;
                 if constexpr (!HELD) {
-#pragma unroll
-                    for (int k = 0; k < FEATURES / 2; ++k) d[k] = 0.f;
+                    EACH(k, FEATURES / 2) d[k] = 0.f;
                 }
                 if (range == 0) {
 #pragma unroll
@@ -282,8 +274,7 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
                             out.store(before, box, value);
                         end_stage_before();
                     }
-#pragma unroll
-                    for (int k = 0; k < (HELD ? 1 : FEATURES / 2); ++k) whole[k] = 0.f;  // as few rows begin with
+                    EACH(k, (HELD ? 1 : FEATURES / 2)) whole[k] = 0.f;  // as few rows begin with
                     if constexpr (!HELD) out.ask(tile);
                 }
                 for (; i < count; ++i) {
@@ -295,20 +286,16 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
                 give_back();
                 last = -1;
                 if constexpr (HELD) {
-#pragma unroll
-                    for (int k = 0; k < FEATURES / 2; ++k) d[k] = 0.f + d[k];  // as few rows begin with
-#pragma unroll
-                    for (int k = 0; k < Out::WIDTH / 4; ++k)
+                    EACH(k, FEATURES / 2) d[k] = 0.f + d[k];  // as few rows begin with
+                    EACH(k, Out::WIDTH / 4)
                         packed[k] = out.pair(d, tile.feature0 + k / 2 * 8 + lane % 4 * 2, k * 2, 0u);
                 } else {
-#pragma unroll
-                    for (int k = 0; k < FEATURES / 2; ++k) whole[k] += d[k];
+                    EACH(k, FEATURES / 2) whole[k] += d[k];
                 }
             }
             before = tile;
         }
-#pragma unroll
-        for (int box = 0; box < Out::BOXES; ++box) out.store(before, box, value);
+        EACH(box, Out::BOXES) out.store(before, box, value);
         if (out.leads()) wait_for_reads<0>();  // before shared memory is another block's
     }
     sync_whole_cluster();  // no block leaves while others write to it

@@ -36,8 +36,7 @@ struct StoredExperts : Stored {
 
     struct Part : Stored::Part {
         __device__ __forceinline__ void take(const u32* words, int below, const u32*, int) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) v[i / 2][i % 2] = load_shared((const u16*)(words + i % 2 * below + i / 2 * 16));
+            EACH(i, 4) v[i / 2][i % 2] = load_shared((const u16*)(words + i % 2 * below + i / 2 * 16));
         }
     };
 
@@ -91,8 +90,7 @@ struct Words {
 
         // From shared memory. of_scales: those of feature g, and `its_zeros` further on its zeros.
         __device__ __forceinline__ void take(const u32* from, int below, const u32* of_scales, int its_zeros) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            EACH(half, 2) {
                 if constexpr (SMALL) {
                     const uint2 v = *(const uint2*)(from + half * below);
                     words[half][0] = v.x, words[half][1] = v.y;
@@ -119,8 +117,7 @@ struct Words {
             const u32 scale = CODES == MX ? exponent_twice(scales[half]) : high_twice(scales[half]);
             const u32 less = ZEROS ? __float_as_uint(__uint_as_float(zeros[half]) - 128.f) : 0;
             const u32 zero = ZEROS ? high_twice(less) : 0xc308c308;  // -136
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {  // a pair of columns
+            EACH(i, 4) {  // a pair of columns
                 const u32 word = SMALL ? words[half][j] : words[half][j * 2 + i / 2];
                 if constexpr (CODES == INT4) {
                     out[i] = times(fma_pair((word >> 4 * i & 0x000f000f) | 0x43004300, ONE, zero), scale);
@@ -152,8 +149,7 @@ struct Words {
             const u32 group = Words::scale_of(chunk);
             words = weights.words, scales = weights.scales, zeros = weights.zeros;
             of_all = weights.rows;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            EACH(half, 2) {
                 const int n =
                     KIND != PLAIN ? min(row0 + at / 2 + g, N - 1) + half * N : min(row0 + at + half * 8 + g, N - 1);
                 row[half] = n * (K / CHUNK * OF_CHUNK) + word_of(chunk);
@@ -165,8 +161,7 @@ struct Words {
         // chunk: a multiple of SHARES. The last half has both.
         __device__ __forceinline__ void load(Part& into, int chunk, int j) const {
             if (j == 0) return;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            EACH(half, 2) {
                 const u32* const from = words + (row[half] + chunk * OF_CHUNK);
                 if constexpr (SMALL) {
                     const uint2 v = load_half_weight(from);
@@ -212,14 +207,12 @@ struct Share {
         int live = 0;
         for (int first = 0; first < tile_count; first += 32 * TOGETHER) {
             int expert[TOGETHER];
-#pragma unroll
-            for (int i = 0; i < TOGETHER; ++i) {
+            EACH(i, TOGETHER) {
                 const int tile = first + i * 32 + (threadIdx.x & 31);
                 expert[i] = -1;
                 if (tile < tile_count) expert[i] = load_route(tiles + tile);
             }
-#pragma unroll
-            for (int i = 0; i < TOGETHER; ++i) live += count_in_warp(expert[i] >= 0);
+            EACH(i, TOGETHER) live += count_in_warp(expert[i] >= 0);
         }
         const int each = live * parts / blocks, rest = live * parts % blocks, at = each * block + min(block, rest);
         return {at, at + each + (block < rest)};
@@ -248,31 +241,20 @@ __device__ __forceinline__ void multiply(float (&d)[ROW_TILES][TOKEN_TILES][4],
                                          const u16* const (&token)[TOKEN_TILES], int count, int live) {
     const int g = (threadIdx.x & 31) >> 2;
     for (int c = 0; c < count; c += AHEAD) {
-#pragma unroll
-        for (int p = 0; p < AHEAD; ++p) {
+        EACH(p, AHEAD) {
             if (c + p >= count) continue;
             const int q = p % X_AHEAD;
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    u32 top[4], bottom[4];
-                    a[p][r].expand(j, top, bottom);
-#pragma unroll
-                    for (int m = 0; m < TILES; ++m) mma_half(d[r][m], top, bottom, b[q][m][j]);
-                }
+            EACH(r, ROW_TILES) EACH(j, 2) {
+                u32 top[4], bottom[4];
+                a[p][r].expand(j, top, bottom);
+                EACH(m, TILES) mma_half(d[r][m], top, bottom, b[q][m][j]);
+            }
             if (c + p + AHEAD < count)
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], (c + p + AHEAD) * SHARES, j);
+                EACH(r, ROW_TILES) EACH(j, 2) rows[r].load(a[p][r], (c + p + AHEAD) * SHARES, j);
             if (c + p + X_AHEAD < count)
-#pragma unroll
-                for (int m = 0; m < TILES; ++m)
-#pragma unroll
-                    for (int j = 0; j < 2; ++j)
-                        if (m * 8 + g < live)
-                            b[q][m][j] = load_x(token[m] + (c + p + X_AHEAD) * STEP + j * WEIGHTS::X_HALF);
+                EACH(m, TILES) EACH(j, 2)
+                    if (m * 8 + g < live)
+                        b[q][m][j] = load_x(token[m] + (c + p + X_AHEAD) * STEP + j * WEIGHTS::X_HALF);
         }
     }
 }
@@ -307,15 +289,10 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
     typename WEIGHTS::Part a[AHEAD][ROW_TILES];
     const auto begin_weights = [&](const Work& work) {
         const WEIGHTS weights = all.from((size_t)work.expert * (GATED ? 2 * N : N), K);
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, work.row0, r * 16, warp, N, K);
-#pragma unroll
-        for (int p = 0; p < AHEAD; ++p)
+        EACH(r, ROW_TILES) rows[r].find(weights, work.row0, r * 16, warp, N, K);
+        EACH(p, AHEAD)
             if (p < count)
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) rows[r].load(a[p][r], p * SHARES, j);
+                EACH(r, ROW_TILES) EACH(j, 2) rows[r].load(a[p][r], p * SHARES, j);
     };
 
     Share share = Share::of(tiles, tile_count, parts);
@@ -329,25 +306,17 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
     uint4 b[X_AHEAD][TOKEN_TILES][2];
     int pair[TOKEN_TILES];
     const auto find_pairs = [&](const Work& work) {
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m) {
+        EACH(m, TOKEN_TILES) {
             const int place = work.begin + min(m * 8 + g, work.live - 1);
             pair[m] = order ? load_route(order + place) : place;
         }
     };
     const auto begin_x = [&](int live) {
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m)
-            token[m] = x + (size_t)(pair[m] / choices) * K + (warp * CHUNK + t * WEIGHTS::X_LANE);
-#pragma unroll
-        for (int p = 0; p < X_AHEAD; ++p)
-#pragma unroll
-            for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    b[p][m][j] = make_uint4(0, 0, 0, 0);
-                    if (p < count && m * 8 + g < live) b[p][m][j] = load_x(token[m] + p * STEP + j * WEIGHTS::X_HALF);
-                }
+        EACH(m, TOKEN_TILES) token[m] = x + (size_t)(pair[m] / choices) * K + (warp * CHUNK + t * WEIGHTS::X_LANE);
+        EACH(p, X_AHEAD) EACH(m, TOKEN_TILES) EACH(j, 2) {
+            b[p][m][j] = make_uint4(0, 0, 0, 0);
+            if (p < count && m * 8 + g < live) b[p][m][j] = load_x(token[m] + p * STEP + j * WEIGHTS::X_HALF);
+        }
     };
     find_pairs(work);
     begin_x(work.live);
@@ -356,8 +325,7 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
     while (true) {
         const int live = work.live;
         if (warp == 0 && t == 0)
-#pragma unroll
-            for (int m = 0; m < TOKEN_TILES; ++m) pairs[m * 8 + g] = pair[m];
+            EACH(m, TOKEN_TILES) pairs[m * 8 + g] = pair[m];
         if (next.expert >= 0) find_pairs(next);
         const Work after = next_work();
         // Where OUT does not divide the threads, the last ones do what the first ones do in the next round: the same.
@@ -381,8 +349,7 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
         if (work.row0 + row < N)
             for (int m = threadIdx.x / OUT; m < live; m += THREADS / OUT) {
                 float sum = 0.f, up = 0.f;
-#pragma unroll
-                for (int v = 0; v < SHARES; ++v) {
+                EACH(v, SHARES) {
                     const float* const p = sums + (v * TOKENS + m) * PITCH + at_row;
                     sum += *p;
                     if (GATED) up += p[8];

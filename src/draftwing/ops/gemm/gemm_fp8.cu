@@ -56,8 +56,7 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
     const int weights = task.result.features * (task.result.gated ? 2 : 1);
     auto ask_weights = [&](int i, int s) {
         expect_bytes(full + s, (parts.there[0] + parts.there[1]) * WIDE + x_rows * (WIDE + 4));
-#pragma unroll
-        for (int p = 0; p < 2; ++p)
+        EACH(p, 2)
             if (parts.there[p] > 0)
                 copy_bulk(w_ring + (s * task.rows + p * place.half) * WIDE,
                           task.w + ((size_t)(place.first + i) * weights + parts.at[p]) * WIDE, parts.there[p] * WIDE, full + s);
@@ -105,17 +104,13 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
 
         const int first_part = GROUPS == 1 ? group : 0, token = (GROUPS == 1 ? 0 : group * 64) + warp % 4 * 16 + lane / 4;
         float total[GROUPS][PART / 2];
-#pragma unroll
-        for (int p = 0; p < GROUPS; ++p)
-#pragma unroll
-            for (int k = 0; k < PART / 2; ++k) total[p][k] = 0.f;
+        EACH(p, GROUPS) EACH(k, PART / 2) total[p][k] = 0.f;
         int s = 0, parity = 0;
         for (int i = 0; i < place.count; ++i) {
             wait_barrier(full + s, parity);
             const u64 a = rows_at(x_ring + (s * x_rows + (GROUPS == 1 ? 0 : group * 64)) * WIDE);
             const float above = x_scales[s * TOKENS + token], below = x_scales[s * TOKENS + token + 8];
-#pragma unroll
-            for (int p = 0; p < GROUPS; ++p) {
+            EACH(p, GROUPS) {
                 const u64 b = rows_at(w_ring + (s * task.rows + (first_part + p) * place.half) * WIDE);
                 float d[PART / 2];
                 begin_products();
@@ -128,8 +123,7 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
                 if (p == GROUPS - 1 && lane == 0) arrive(empty + s);
                 const float4* const fours = (const float4*)(w_scales + (i * 2 + first_part + p) * SPAN);
                 float4 four;
-#pragma unroll
-                for (int j = 0; j < PART / 8; ++j) {
+                EACH(j, PART / 8) {
                     if (j % 4 == 0) four = fours[j / 4];
                     const float scale = j % 4 == 0 ? four.x : j % 4 == 1 ? four.y : j % 4 == 2 ? four.z : four.w;
                     const float one = scale * above, other = scale * below;
@@ -144,11 +138,9 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
 
         sync_consumers<CONSUMERS>();  // sums take the place of rings
         const int pitch = task.rows + (8 - task.rows & 31);  // lanes that store at the same time meet in no bank
-#pragma unroll
-        for (int p = 0; p < GROUPS; ++p) {
+        EACH(p, GROUPS) {
             const int part = first_part + p, columns = part == 0 ? place.half : task.rows - place.half;
-#pragma unroll
-            for (int j = 0; j < PART / 8; ++j) {
+            EACH(j, PART / 8) {
                 if (j * 8 >= columns) continue;
                 float* const to = sums + token * pitch + part * place.half + j * 8 + lane % 4 * 2;
                 *(float2*)to = {total[p][j * 4], total[p][j * 4 + 1]};
@@ -184,18 +176,15 @@ __device__ __forceinline__ void quantise_fp8(const u16* x, Fp8* codes, float* sc
     const int row0 = ROWS == 1 ? unit / blocks : (unit / 2 / blocks * 2 + unit % 2) * ROWS;
     wait_for_earlier_kernels();
     uint4 in[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
+    EACH(r, ROWS) {
         in[r] = make_uint4(0, 0, 0, 0);
         if (row0 + r < M) in[r] = load_x(x + (size_t)(row0 + r) * K + block * WIDE + lane * 8);
     }
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
+    EACH(r, ROWS) {
         const int row = row0 + r;
         const u32 pairs[4] = {in[r].x, in[r].y, in[r].z, in[r].w};
         float value[8], most = 1e-10f;
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
+        EACH(k, 8) {
             value[k] = to_float((u16)(k % 2 ? pairs[k / 2] >> 16 : pairs[k / 2]));
             most = fmaxf(most, fabsf(value[k]));
         }
@@ -204,12 +193,10 @@ __device__ __forceinline__ void quantise_fp8(const u16* x, Fp8* codes, float* sc
             most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, distance));
         const float scale = most / 448.f, inverse = 1.f / scale;
         u32 out[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        EACH(half, 2) {
             u16 low, high;
             float v[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) v[k] = divided(value[half * 4 + k], scale, inverse);
+            EACH(k, 4) v[k] = divided(value[half * 4 + k], scale, inverse);
             asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(v[1]), "f"(v[0]));
             asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v[3]), "f"(v[2]));
             out[half] = low | (u32)high << 16;

@@ -69,8 +69,7 @@ struct Fp8Scales {
 template <int PART>
 __device__ __forceinline__ void add_scaled(float (&total)[PART / 2], const float (&d)[PART / 2],
                                            const Fp8Scales<PART>& scales, float above, float below) {
-#pragma unroll
-    for (int j = 0; j < PART / 16; ++j) {
+    EACH(j, PART / 16) {
         const float one = scales.of[j] * above, other = scales.of[j] * below;
 #pragma unroll
         for (int k = j * 8; k < j * 8 + 8; ++k) total[k] = fmaf(d[k], k % 4 < 2 ? one : other, total[k]);
@@ -82,20 +81,17 @@ template <bool GATED, int PART>
 __device__ __forceinline__ void store_tile(const Fp8Task& task, const Fp8Tile& tile, const float (&sum)[2][PART / 2],
                                            int token, int lane) {
     const int n = tile.at[0] + lane % 4 * 2, odd = lane % 2;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    EACH(h, 2) {
         const int row = tile.token0 + token + h * 8;
         const size_t first = (size_t)row * task.result.features;
         const u16* const extra = task.result.extra + first + n;
         u16* const y = task.result.y + first + tile.at[0] + odd * 8 + lane % 4 / 2 * 4;
-#pragma unroll
-        for (int p = 0; p < (GATED ? 1 : 2); ++p) {
+        EACH(p, (GATED ? 1 : 2)) {
 #pragma unroll
             for (int j = 0; j < PART / 8; j += 2) {
                 const bool there = row < task.result.M && j * 8 < tile.there[p];
                 u32 pairs[2];
-#pragma unroll
-                for (int v = 0; v < 2; ++v) {
+                EACH(v, 2) {
                     const int at = (j + v) * 4 + h * 2, ahead = p * PART + (j + v) * 8;
                     float one = 0.f + sum[p][at], other = 0.f + sum[p][at + 1];  // as few rows begin with
                     if (task.result.bias && there) {
@@ -204,16 +200,10 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
         for (int number = number0; number < tiles; number += step) {
             const Fp8Tile tile(task, PART, features, number, rank);
             float total[2][PART / 2], whole[2][PART / 2];
-#pragma unroll
-            for (int p = 0; p < 2; ++p)
-#pragma unroll
-                for (int k = 0; k < PART / 2; ++k) total[p][k] = whole[p][k] = 0.f;
+            EACH(p, 2) EACH(k, PART / 2) total[p][k] = whole[p][k] = 0.f;
 
             auto end_range = [&] {
-#pragma unroll
-                for (int p = 0; p < 2; ++p)
-#pragma unroll
-                    for (int k = 0; k < PART / 2; ++k) whole[p][k] += total[p][k], total[p][k] = 0.f;
+                EACH(p, 2) EACH(k, PART / 2) whole[p][k] += total[p][k], total[p][k] = 0.f;
             };
             auto multiply = [&](float (&d)[PART / 2], int stage, int p) {
                 const u64 a = rows_at(x_ring + (stage * MANY + group * 64) * WIDE);
@@ -230,8 +220,7 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
             for (int i = 0; i < blocks; ++i) {
                 wait_barrier(full + s, parity);
                 const float above = x_scales[s * MANY + token], below = x_scales[s * MANY + token + 8];
-#pragma unroll
-                for (int p = 0; p < 2; ++p) {
+                EACH(p, 2) {
                     float d[PART / 2];
                     multiply(d, s, p);
                     Fp8Scales<PART> scales;

@@ -98,8 +98,7 @@ struct Groups {
 
         __device__ __forceinline__ static void expand_codes(u32 word, u32 scale, u32 zero, u32 (&out)[4]) {
             const u32 offset = ZEROS ? 0 : times(scale, MINUS_EIGHT);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            EACH(i, 4) {
 #if TYPE_BF16  // the codes of every other pair are 16 times as large where they are
                 const u32 code = (i < 2 ? word : word >> 8) & (i % 2 ? 0x00f000f0 : 0x000f000f);
                 const u32 its_scale = i % 2 ? times(scale, 0x3d803d80) : scale;
@@ -114,15 +113,12 @@ struct Groups {
 
         __device__ __forceinline__ static void expand_bytes(u32 first, u32 second, u32 scale, u32 (&out)[4]) {
             const u32 words[2] = {first, second}, offset = times(scale, MINUS_128);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                out[i] = fma_pair((i % 2 ? words[i / 2] >> 8 : words[i / 2]) & 0x00ff00ff, scale, offset);
+            EACH(i, 4) out[i] = fma_pair((i % 2 ? words[i / 2] >> 8 : words[i / 2]) & 0x00ff00ff, scale, offset);
         }
 
         __device__ __forceinline__ static void expand_fp8(u32 first, u32 second, u32 scale, u32 (&out)[4]) {
             const u32 words[2] = {first, second};
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            EACH(i, 2) {
                 out[2 * i] = times(words[i] & 0x87f087f0, scale);
                 out[2 * i + 1] = times((words[i] << 4 & 0x80f080f0) | (words[i] >> 4 & 0x07000700), scale);
             }
@@ -156,28 +152,23 @@ struct Groups {
             if (BITS == 8) into.codes[j] = load_weight(codes + chunk * (BITS * 64) + j * 256);
             if (j == 0) return;
             if (BITS == 4) into.codes[0] = load_weight(codes + chunk * (BITS * 64));
-#pragma unroll
-            for (int i = 0; i < HERE; ++i) {
+            EACH(i, HERE) {
                 into.scales[i] = load_word(scales + groups(chunk) + i * 8);
                 if (ZEROS) into.zeros[i] = load_word(zeros + groups(chunk) + i * 8);
             }
         }
 
         __device__ __forceinline__ void copy(u16* units, u32* words, int chunk) const {
-#pragma unroll
-            for (int i = 0; i < UNITS; ++i) copy_async(units + i * 256, codes + chunk * (BITS * 64) + i * 256);
-#pragma unroll
-            for (int i = 0; i < HERE; ++i) {
+            EACH(i, UNITS) copy_async(units + i * 256, codes + chunk * (BITS * 64) + i * 256);
+            EACH(i, HERE) {
                 copy_word_async(words + i * 32, scales + groups(chunk) + i * 8);
                 if (ZEROS) copy_word_async(words + (HERE + i) * 32, zeros + groups(chunk) + i * 8);
             }
         }
 
         __device__ __forceinline__ static void take(Part& into, const u16* units, const u32* words) {
-#pragma unroll
-            for (int i = 0; i < UNITS; ++i) into.codes[i] = load_shared(units + i * 256);
-#pragma unroll
-            for (int i = 0; i < HERE; ++i) {
+            EACH(i, UNITS) into.codes[i] = load_shared(units + i * 256);
+            EACH(i, HERE) {
                 into.scales[i] = words[i * 32];
                 if (ZEROS) into.zeros[i] = words[(HERE + i) * 32];
             }
@@ -210,22 +201,14 @@ __device__ __forceinline__ void unpack(const WEIGHTS weights, u16* __restrict__ 
         typename WEIGHTS::template Rows<PLAIN> rows;
         rows.find(weights, tile * 16, 0, 0, N, K);
         typename WEIGHTS::Part part[UNPACK_RUN];
-#pragma unroll
-        for (int r = 0; r < UNPACK_RUN; ++r)
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-                if (first + r < chunks) rows.load(part[r], first + r, j);
-#pragma unroll
-        for (int r = 0; r < UNPACK_RUN; ++r) {
+        EACH(r, UNPACK_RUN) EACH(j, 2) if (first + r < chunks) rows.load(part[r], first + r, j);
+        EACH(r, UNPACK_RUN) {
             if (first + r >= chunks) break;
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
+            EACH(j, 2) {
                 u32 top[4], bottom[4];
                 part[r].expand(j, top, bottom);
                 if (WEIGHTS::POWER > 0)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        top[i] = times(top[i], TWO_TO_LESS), bottom[i] = times(bottom[i], TWO_TO_LESS);
+                    EACH(i, 4) top[i] = times(top[i], TWO_TO_LESS), bottom[i] = times(bottom[i], TWO_TO_LESS);
                 u16* const to = y + (size_t)(tile * 16 + g) * K + (first + r) * CHUNK + j * 32;
                 u16* const below = to + (size_t)8 * K;
                 if (in_sets) {

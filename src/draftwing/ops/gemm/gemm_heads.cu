@@ -52,30 +52,20 @@ __device__ __forceinline__ void head_gemm(const u16* __restrict__ x, const u16* 
 
     const u16* const row = w + ((size_t)head * N + n) * K + t * 8;
     Stored::Part a[CHUNKS];
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c)
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) a[c].v[j][half] = load_weight(row + half * 8 * K + c * CHUNK + j * 32);
+    EACH(c, CHUNKS) EACH(j, 2) EACH(half, 2) a[c].v[j][half] = load_weight(row + half * 8 * K + c * CHUNK + j * 32);
     wait_for_earlier_kernels();
 
     for (int m = blockIdx.y * TILE; m < M; m += gridDim.y * TILE) {
         const u16* const token = x + (size_t)min(m + g, M - 1) * x_row + head * x_head + t * 8;
         uint4 b[CHUNKS][2];
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                b[c][j] = make_uint4(0, 0, 0, 0);
-                if (m + g < M) b[c][j] = load_x(token + c * CHUNK + j * 32);
-            }
+        EACH(c, CHUNKS) EACH(j, 2) {
+            b[c][j] = make_uint4(0, 0, 0, 0);
+            if (m + g < M) b[c][j] = load_x(token + c * CHUNK + j * 32);
+        }
         float d[1][1][4], sum[1][1][4];
         clear_sums(d, sum);
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
+        EACH(c, CHUNKS) {
+            EACH(j, 2) {
                 u32 top[4], bottom[4];
                 a[c].expand(j, top, bottom);
                 mma_half(d[0][0], top, bottom, b[c][j]);
@@ -83,8 +73,7 @@ __device__ __forceinline__ void head_gemm(const u16* __restrict__ x, const u16* 
             add_share(sum, d);
         }
         u16* const to = y + head * y_head + n;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        EACH(i, 4) {
             const int at = m + t * 2 + i % 2;
             if (at < M) to[(size_t)at * y_row + i / 2 * 8] = scaled(from_float(sum[0][0][i]), factor);
         }

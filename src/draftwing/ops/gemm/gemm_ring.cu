@@ -39,14 +39,11 @@ __device__ __forceinline__ void ring_gemm(const u16* __restrict__ x, const WEIGH
     int tile_ahead = count > 0 ? blockIdx.x : tiles, ahead = 0;  // what weights to ask for next
     typename WEIGHTS::template Rows<KIND> rows[ROW_TILES];
     auto find = [&] {
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, tile_ahead * OUT, r * 16, warp, N, K);
+        EACH(r, ROW_TILES) rows[r].find(weights, tile_ahead * OUT, r * 16, warp, N, K);
     };
     auto copy_weights = [&] {
         if (tile_ahead >= tiles) return;
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
-            rows[r].copy(rings + unit + r * UNITS, ring_words + word + r * WORDS, ahead * SHARES);
+        EACH(r, ROW_TILES) rows[r].copy(rings + unit + r * UNITS, ring_words + word + r * WORDS, ahead * SHARES);
         if (++ahead < count) return;
         ahead = 0;
         tile_ahead += gridDim.x;
@@ -58,27 +55,22 @@ __device__ __forceinline__ void ring_gemm(const u16* __restrict__ x, const WEIGH
 
     wait_for_earlier_kernels();
     int token[TOKEN_TILES], live[TOKEN_TILES];  // a row of x, and whether there is one
-#pragma unroll
-    for (int m = 0; m < TOKEN_TILES; ++m) {
+    EACH(m, TOKEN_TILES) {
         const int row = token0 + m * 8 + g;
         live[m] = held(row < M && count > 0);
         token[m] = held(min(row, M - 1) * K + warp * CHUNK + t * 8);
     }
     int x_ahead = 0;
     auto copy_x = [&] {
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-                if (live[m])
-                    copy_async(x_rings + x_unit + (m * 2 + j) * HALF_X, x + token[m] + x_ahead * STEP + j * 32);
+        EACH(m, TOKEN_TILES) EACH(j, 2)
+            if (live[m])
+                copy_async(x_rings + x_unit + (m * 2 + j) * HALF_X, x + token[m] + x_ahead * STEP + j * 32);
         x_ahead = x_ahead + 1 < count ? x_ahead + 1 : 0;
     };
 #pragma unroll
     for (int s = 0; s < AHEAD; ++s, go_on()) copy_x();
     uint4 b[TOKEN_TILES][2];
-#pragma unroll
-    for (int m = 0; m < TOKEN_TILES; ++m) b[m][0] = b[m][1] = make_uint4(0, 0, 0, 0);
+    EACH(m, TOKEN_TILES) b[m][0] = b[m][1] = make_uint4(0, 0, 0, 0);
 
     int half = 0;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, half ^= 1) {
@@ -87,23 +79,14 @@ __device__ __forceinline__ void ring_gemm(const u16* __restrict__ x, const WEIGH
         for (int c = 0; c < count; ++c) {
             wait_for_copies<AHEAD - 1>();
             typename WEIGHTS::Part a[ROW_TILES];
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r)
-                rows[r].take(a[r], rings + unit + r * UNITS, ring_words + word + r * WORDS);
-#pragma unroll
-            for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-                for (int j = 0; j < 2; ++j)
-                    if (live[m]) b[m][j] = load_shared(x_rings + x_unit + (m * 2 + j) * HALF_X);
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r) {
-                    u32 top[4], bottom[4];
-                    a[r].expand(j, top, bottom);
-#pragma unroll
-                    for (int m = 0; m < TOKEN_TILES; ++m) mma_half(d[r][m], top, bottom, b[m][j]);
-                }
+            EACH(r, ROW_TILES) rows[r].take(a[r], rings + unit + r * UNITS, ring_words + word + r * WORDS);
+            EACH(m, TOKEN_TILES) EACH(j, 2)
+                if (live[m]) b[m][j] = load_shared(x_rings + x_unit + (m * 2 + j) * HALF_X);
+            EACH(j, 2) EACH(r, ROW_TILES) {
+                u32 top[4], bottom[4];
+                a[r].expand(j, top, bottom);
+                EACH(m, TOKEN_TILES) mma_half(d[r][m], top, bottom, b[m][j]);
+            }
             copy_weights();
             copy_x();
             go_on();

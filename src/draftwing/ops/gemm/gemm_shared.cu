@@ -30,37 +30,31 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const WEI
     };
 
     typename WEIGHTS::template Rows<KIND> rows[ROW_TILES];
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, row0, warp_row + r * 16, part, N, K);
+    EACH(r, ROW_TILES) rows[r].find(weights, row0, warp_row + r * 16, part, N, K);
     typename WEIGHTS::Part a[AHEAD][ROW_TILES];
     auto load_weights = [&](typename WEIGHTS::Part(&into)[ROW_TILES], int c, int j) {  // half j of a chunk
         if (c + part < chunks)
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) rows[r].load(into[r], c, j);
+            EACH(r, ROW_TILES) rows[r].load(into[r], c, j);
     };
     int weights_ahead = first, x_ahead = first;  // of the round to ask for next
     for (auto& chunk : a)                        // where a part has no chunk left, x is zeros, and this must be numbers
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) chunk[r].clear();
+        EACH(r, ROW_TILES) chunk[r].clear();
 #pragma unroll
     for (int p = 0; p < AHEAD; ++p, weights_ahead = after(weights_ahead))
-#pragma unroll
-        for (int j = 0; j < 2; ++j) load_weights(a[p], weights_ahead, j);
+        EACH(j, 2) load_weights(a[p], weights_ahead, j);
 
     wait_for_earlier_kernels();
     constexpr int UNITS = STAGE / (32 * 8), COPIES = (UNITS + THREADS / 32 - 1) / (THREADS / 32);
     constexpr bool EVEN = UNITS % (THREADS / 32) == 0;
     const u16* from[COPIES];
     bool live[COPIES];
-#pragma unroll
-    for (int q = 0; q < COPIES; ++q) {  // this lane's unit of half u % 2 of a chunk, of 8 rows, of one part
+    EACH(q, COPIES) {  // this lane's unit of half u % 2 of a chunk, of 8 rows, of one part
         const int u = warp + q * (THREADS / 32), row = token0 + u / 2 % TOKEN_TILES * 8 + g;
         live[q] = row < M && u < UNITS;
         from[q] = x + (size_t)row * K + u / 2 / TOKEN_TILES * CHUNK + u % 2 * 32 + t * 8;
     }
     auto copy_x = [&](int stage) {
-#pragma unroll
-        for (int q = 0; q < COPIES; ++q) {
+        EACH(q, COPIES) {
             const int u = warp + q * (THREADS / 32);
             const bool there = live[q] && x_ahead + u / 2 / TOKEN_TILES < chunks;
             if (EVEN || u < UNITS)
@@ -69,32 +63,26 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const WEI
         x_ahead = after(x_ahead);
         end_copies();
     };
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) copy_x(s);
+    EACH(s, STAGES - 1) copy_x(s);
 
     float d[ROW_TILES][TOKEN_TILES][4], sum[ROW_TILES][TOKEN_TILES][4];
     clear_sums(d, sum);
 
     int c = first, stage = 0;
     for (int i = 0; i < rounds; i += AHEAD) {
-#pragma unroll
-        for (int p = 0; p < AHEAD; ++p) {
+        EACH(p, AHEAD) {
             if (i + p >= rounds) break;
             const int next = stage + 1 < STAGES ? stage + 1 : 0;
             wait_for_copies<STAGES - 2>();
             __syncthreads();  // the chunk is there for all, and nobody reads the one that is overwritten now
             copy_x(stage > 0 ? stage - 1 : STAGES - 1);
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
+            EACH(j, 2) {
                 u32 top[ROW_TILES][4], bottom[ROW_TILES][4];
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r) a[p][r].expand(j, top[r], bottom[r]);
-#pragma unroll
-                for (int m = 0; m < TOKEN_TILES; ++m) {
+                EACH(r, ROW_TILES) a[p][r].expand(j, top[r], bottom[r]);
+                EACH(m, TOKEN_TILES) {
                     const int u = (part * TOKEN_TILES + m) * 2 + j;
                     const uint4 in = load_shared(stages + stage * STAGE + (u * 32 + lane) * 8);
-#pragma unroll
-                    for (int r = 0; r < ROW_TILES; ++r) mma_half(d[r][m], top[r], bottom[r], in);
+                    EACH(r, ROW_TILES) mma_half(d[r][m], top[r], bottom[r], in);
                 }
                 load_weights(a[p], weights_ahead, j);
             }
@@ -137,8 +125,7 @@ __device__ __forceinline__ void tiled_gemm(const u16* __restrict__ x, const WEIG
     const int unit = threadIdx.x % UNITS, first = threadIdx.x / UNITS;
     const int to = first * CHUNK + (unit ^ ((first & 1) << 2)) * 8;
     auto copy_weights = [&](int stage, int chunk) {
-#pragma unroll
-        for (int p = 0; p < ROWS / STRIDE; ++p) {
+        EACH(p, ROWS / STRIDE) {
             const int i = first + p * STRIDE;
             const int row =
                 KIND == SILU_MUL ? min(row0 + i / 16 * 8 + i % 8, N - 1) + i % 16 / 8 * N : min(row0 + i, N - 1);
@@ -147,8 +134,7 @@ __device__ __forceinline__ void tiled_gemm(const u16* __restrict__ x, const WEIG
         }
     };
     auto copy_x = [&](int stage, int chunk) {
-#pragma unroll
-        for (int p = 0; p < TOKENS / STRIDE; ++p) {
+        EACH(p, TOKENS / STRIDE) {
             const int row = min(token0 + first + p * STRIDE, M - 1);
             copy_async(stages + stage * STAGE + (ROWS + p * STRIDE) * CHUNK + to,
                        x + (size_t)row * K + chunk * CHUNK + unit * 8);
@@ -183,24 +169,16 @@ __device__ __forceinline__ void tiled_gemm(const u16* __restrict__ x, const WEIG
         }
         end_copies();
         const u16* const stage = stages + i % STAGES * STAGE;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
+        EACH(j, 2) {
             const int at = ((t + j * 4) ^ ((g & 1) << 2)) * 8;
             uint4 a[WF][2], b[WT];
-#pragma unroll
-            for (int r = 0; r < WF; ++r)
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    a[r][half] = load_shared(stage + (warp_row + r * 16 + half * 8 + g) * CHUNK + at);
-#pragma unroll
-            for (int m = 0; m < WT; ++m) b[m] = load_shared(stage + (ROWS + warp_token + m * 8 + g) * CHUNK + at);
-#pragma unroll
-            for (int r = 0; r < WF; ++r)
-#pragma unroll
-                for (int m = 0; m < WT; ++m) {
-                    mma(d[r][m], a[r][0].x, a[r][1].x, a[r][0].y, a[r][1].y, b[m].x, b[m].y);
-                    mma(d[r][m], a[r][0].z, a[r][1].z, a[r][0].w, a[r][1].w, b[m].z, b[m].w);
-                }
+            EACH(r, WF) EACH(half, 2)
+                a[r][half] = load_shared(stage + (warp_row + r * 16 + half * 8 + g) * CHUNK + at);
+            EACH(m, WT) b[m] = load_shared(stage + (ROWS + warp_token + m * 8 + g) * CHUNK + at);
+            EACH(r, WF) EACH(m, WT) {
+                mma(d[r][m], a[r][0].x, a[r][1].x, a[r][0].y, a[r][1].y, b[m].x, b[m].y);
+                mma(d[r][m], a[r][0].z, a[r][1].z, a[r][0].w, a[r][1].w, b[m].z, b[m].w);
+            }
         }
         if (c + SHARES >= chunks) add_share(sum, d);
         c = after(c);

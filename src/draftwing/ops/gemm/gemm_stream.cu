@@ -51,27 +51,20 @@ __device__ __forceinline__ void multiply_stage(float (&d)[ROW_TILES][TOKEN_TILES
     const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2;
     const u32* const words = stage + g * STAGE::WIDTH + WEIGHTS::word_of(warp);
     const u32* const scales = stage + ROWS * STAGE::WIDTH + WEIGHTS::scale_of(warp) * ROWS + g;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
+    EACH(i, COUNT) {
         if ((i + 1) * SHARES > CHUNKS && i * SHARES + warp >= CHUNKS) continue;
         typename WEIGHTS::Part a[ROW_TILES];
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
+        EACH(r, ROW_TILES)
             a[r].take(words + r * 16 * STAGE::WIDTH + i * SHARES * WEIGHTS::OF_CHUNK, 8 * STAGE::WIDTH,
                       scales + i * SCALES * ROWS + r * 16, ROWS * STAGE::SCALES);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
+        EACH(j, 2) {
             u32 top[ROW_TILES][4], bottom[ROW_TILES][4];
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) a[r].expand(j, top[r], bottom[r]);
+            EACH(r, ROW_TILES) a[r].expand(j, top[r], bottom[r]);
 #pragma unroll
             for (int half = 0; half < 4; half += 2)
-#pragma unroll
-                for (int m = 0; m < TILES; ++m)
-#pragma unroll
-                    for (int r = 0; r < ROW_TILES; ++r)
-                        mma(d[r][m], top[r][half], bottom[r][half], top[r][half + 1], bottom[r][half + 1],
-                            half ? b[i][m][j].z : b[i][m][j].x, half ? b[i][m][j].w : b[i][m][j].y);
+                EACH(m, TILES) EACH(r, ROW_TILES)
+                    mma(d[r][m], top[r][half], bottom[r][half], top[r][half + 1], bottom[r][half + 1],
+                        half ? b[i][m][j].z : b[i][m][j].x, half ? b[i][m][j].w : b[i][m][j].y);
         }
     }
 }
@@ -83,20 +76,17 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[1][TOKEN_TILES][4], f
     constexpr int ROWS = SHARES * 16;
     const int row = threadIdx.x / 32 * 16 + (threadIdx.x & 31) / 4;
     const u32 *const words = stage + row * STAGE::WIDTH, *const scales = stage + ROWS * STAGE::WIDTH + row;
-#pragma unroll
-    for (int v = 0; v < SHARES; ++v) {
+    EACH(v, SHARES) {
         if (v >= CHUNKS) continue;
 #pragma unroll
         for (int c = v; c < CHUNKS; c += SHARES) {
             typename WEIGHTS::Part a;
             a.take(words + WEIGHTS::word_of(c), 8 * STAGE::WIDTH, scales + WEIGHTS::scale_of(c) * ROWS,
                    ROWS * STAGE::SCALES);
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
+            EACH(j, 2) {
                 u32 top[4], bottom[4];
                 a.expand(j, top, bottom);
-#pragma unroll
-                for (int m = 0; m < TILES; ++m) mma_half(d[0][m], top, bottom, b[c][m][j]);
+                EACH(m, TILES) mma_half(d[0][m], top, bottom, b[c][m][j]);
             }
         }
         add_share(sum, d);
@@ -169,8 +159,7 @@ __device__ __forceinline__ void stream_gemm(const u16* __restrict__ x, const WEI
     // Which thread adds up what changes, since there is less to add up than there are threads.
     const auto result = [&](int unit, int i) { return (threadIdx.x + unit * 64) % THREADS + i * THREADS; };
     const auto load_offsets = [&](int unit) {
-#pragma unroll
-        for (int i = 0; i < MINE; ++i) {
+        EACH(i, MINE) {
             const int at = result(unit, i), n = its_row0 + at % OUT;
             offset[i] = up_offset[i] = 0.f;
             if (bias && at / OUT < its_live && n < N) {
@@ -182,14 +171,12 @@ __device__ __forceinline__ void stream_gemm(const u16* __restrict__ x, const WEI
     const auto add_up = [&](int unit) {
         const int turn = unit & 1;
         wait_barrier(summed + turn, unit >> 1 & 1);
-#pragma unroll
-        for (int i = 0; i < MINE; ++i) {
+        EACH(i, MINE) {
             const int at = result(unit, i), row = at % OUT, m = at / OUT;
             if (m >= its_live || its_row0 + row >= N) continue;
             const float* const from = sums + turn * SUMS + m * PITCH + (GATED ? row / 8 * 16 + row % 8 : row);
             float sum = 0.f, up = 0.f;
-#pragma unroll
-            for (int v = 0; v < SHARES; ++v) {
+            EACH(v, SHARES) {
                 sum += from[v * TOKENS * PITCH];
                 if (GATED) up += from[v * TOKENS * PITCH + 8];
             }
@@ -207,19 +194,15 @@ __device__ __forceinline__ void stream_gemm(const u16* __restrict__ x, const WEI
             if (expert < 0) return;
             const int begin = load_route(tiles + tile_count + tile);
             live = load_route(tiles + 2 * tile_count + tile);
-#pragma unroll
-            for (int m = 0; m < TOKEN_TILES; ++m) {
+            EACH(m, TOKEN_TILES) {
                 const int place = begin + min(m * 8 + g, live - 1);
                 pair[m] = order ? load_route(order + place) : place;
                 const u16* const token = x + (size_t)(pair[m] / choices) * (CHUNKS * CHUNK) + t * WEIGHTS::X_LANE;
-#pragma unroll
-                for (int i = 0; i < COUNT; ++i)
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        b[i][m][j] = make_uint4(0, 0, 0, 0);
-                        if (m * 8 + g < live && i * SHARES + warp < CHUNKS)
-                            b[i][m][j] = load_x(token + (i * SHARES + warp) * CHUNK + j * WEIGHTS::X_HALF);
-                    }
+                EACH(i, COUNT) EACH(j, 2) {
+                    b[i][m][j] = make_uint4(0, 0, 0, 0);
+                    if (m * 8 + g < live && i * SHARES + warp < CHUNKS)
+                        b[i][m][j] = load_x(token + (i * SHARES + warp) * CHUNK + j * WEIGHTS::X_HALF);
+                }
             }
         }
         if (unit > 0) load_offsets(unit - 1);
@@ -238,8 +221,7 @@ __device__ __forceinline__ void stream_gemm(const u16* __restrict__ x, const WEI
         const int turn = unit & 1;
         keep_sums<ROW_TILES, TOKEN_TILES, PITCH>(d, sums + turn * SUMS + warp * TOKENS * PITCH);
         if (warp == 0 && t == 0)
-#pragma unroll
-            for (int m = 0; m < TOKEN_TILES; ++m) pairs[turn * TOKENS + m * 8 + g] = pair[m];
+            EACH(m, TOKEN_TILES) pairs[turn * TOKENS + m * 8 + g] = pair[m];
         __syncwarp();
         if (lane == 0) arrive(summed + turn);
         its_live = live, its_row0 = part * OUT, its_bias = expert * (GATED ? 2 * N : N);
@@ -289,18 +271,13 @@ __device__ __forceinline__ void row_stream_gemm(const u16* __restrict__ x, const
                 const int place = begin + min(i, live - 1);
                 return order ? load_route(order + place) : place;
             };
-#pragma unroll
-            for (int m = 0; m < TOKEN_TILES; ++m) {
+            EACH(m, TOKEN_TILES) {
                 const u16* const token = x + (size_t)(pair_of(m * 8 + g) / choices) * (CHUNKS * CHUNK) + t * WEIGHTS::X_LANE;
-#pragma unroll
-                for (int c = 0; c < CHUNKS; ++c)
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        b[c][m][j] = make_uint4(0, 0, 0, 0);
-                        if (m * 8 + g < live) b[c][m][j] = load_x(token + c * CHUNK + j * WEIGHTS::X_HALF);
-                    }
-#pragma unroll
-                for (int i = 0; i < 2; ++i) result[m][i] = pair_of(m * 8 + t * 2 + i);
+                EACH(c, CHUNKS) EACH(j, 2) {
+                    b[c][m][j] = make_uint4(0, 0, 0, 0);
+                    if (m * 8 + g < live) b[c][m][j] = load_x(token + c * CHUNK + j * WEIGHTS::X_HALF);
+                }
+                EACH(i, 2) result[m][i] = pair_of(m * 8 + t * 2 + i);
             }
         }
 
@@ -314,16 +291,12 @@ __device__ __forceinline__ void row_stream_gemm(const u16* __restrict__ x, const
         if (lane == 0) arrive(empty + stage);
         if (++stage == STAGES) stage = 0, phase ^= 1;
 
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        EACH(half, 2) {
             const int n = part * ROWS + warp * 16 + half * 8 + g;
             const float offset = bias && n < N ? load_value(bias + (size_t)expert * N + n) : 0.f;
-#pragma unroll
-            for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    if (m * 8 + t * 2 + i < live && n < N)
-                        y[(size_t)result[m][i] * N + n] = from_float(sum[0][m][half * 2 + i] + offset);
+            EACH(m, TOKEN_TILES) EACH(i, 2)
+                if (m * 8 + t * 2 + i < live && n < N)
+                    y[(size_t)result[m][i] * N + n] = from_float(sum[0][m][half * 2 + i] + offset);
         }
     }
 }

@@ -38,15 +38,13 @@ __device__ __forceinline__ void store_tall(const float* sums, const u16* __restr
         if (KIND == ADD) before = load_four_values(extra + at);
         auto sum_of = [&](const float* p, const u16* its_bias, float (&out)[4]) {
             out[0] = out[1] = out[2] = out[3] = 0.f;
-#pragma unroll
-            for (int v = 0; v < CLUSTER; ++v) {
+            EACH(v, CLUSTER) {
                 float4 part;
                 if constexpr (CLUSTER > 1) part = load_four_from_rank(p, v);
                 else part = load_four(p);
                 out[0] += part.x, out[1] += part.y, out[2] += part.z, out[3] += part.w;
             }
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
+            EACH(k, 4) {
                 if (POWER > 0) out[k] *= (float)(1 << POWER);
                 if (bias) out[k] += to_float(its_bias[k]);
             }
@@ -55,8 +53,7 @@ __device__ __forceinline__ void store_tall(const float* sums, const u16* __restr
         sum_of(from, bias + n, sum);
         if (KIND == SILU_MUL) sum_of(from + 8, bias + N + n, up);
         u16 out[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
+        EACH(k, 4) {
             const u32 pair = k < 2 ? before.x : before.y;
             if (KIND == ADD) sum[k] += to_float((u16)(k % 2 ? pair >> 16 : pair));
             if (KIND == SILU_MUL) sum[k] = silu_times(sum[k], up[k]);
@@ -104,14 +101,11 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     const int first_word = held(warp * (AHEAD * ROW_TILES * WORDS) + lane);
     const int tile = warp / 4 * (ROW_TILES * 4) + warp % 4;  // of 16 features, the first; the next is 4 further
     typename WEIGHTS::template Rows<KIND> rows[ROW_TILES];
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, row0, (tile + r * 4) * 16, 0, N, K);
+    EACH(r, ROW_TILES) rows[r].find(weights, row0, (tile + r * 4) * 16, 0, N, K);
     int asked = 0, weights_ahead = rank, slot = 0, unit = first_unit, word = first_word;
     auto copy_weights = [&] {
         if (asked++ < count)
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r)
-                rows[r].copy(rings + unit + r * UNITS, ring_words + word + r * WORDS, weights_ahead);
+            EACH(r, ROW_TILES) rows[r].copy(rings + unit + r * UNITS, ring_words + word + r * WORDS, weights_ahead);
         end_copies();
         weights_ahead = after(weights_ahead);
         const bool more = ++slot < AHEAD;
@@ -119,8 +113,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
         unit = more ? unit + ROW_TILES * UNITS : first_unit;
         word = more ? word + ROW_TILES * WORDS : first_word;
     };
-#pragma unroll
-    for (int s = 0; s < AHEAD; ++s) copy_weights();
+    EACH(s, AHEAD) copy_weights();
 
     wait_for_earlier_kernels();
     const u16* const panels = x + (size_t)token_block * chunks * STAGE;
@@ -143,24 +136,17 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     for (int i = 0; i < count; ++i) {
         wait_for_copies<AHEAD - 1>();
         typename WEIGHTS::Part a[ROW_TILES];
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
-            rows[r].take(a[r], rings + unit + r * UNITS, ring_words + word + r * WORDS);
+        EACH(r, ROW_TILES) rows[r].take(a[r], rings + unit + r * UNITS, ring_words + word + r * WORDS);
         const u16* const matrices = stages + stage * STAGE;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
+        EACH(j, 2) {
             wait_wide<1>();  // those that read the registers written next have ended
             if (j == 1 && i > 0 && lane == 0) arrive(empty + before);  // and with them all of the chunk before
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) a[r].expand(j, top[j][r], bottom[j][r]);
+            EACH(r, ROW_TILES) a[r].expand(j, top[j][r], bottom[j][r]);
             if (j == 0) wait_barrier(full + stage, parity);
             begin_wide();
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r)
-                    wide_mma<TOKEN_TILES>(d[r], top[j][r][2 * h], bottom[j][r][2 * h], top[j][r][2 * h + 1],
-                                          bottom[j][r][2 * h + 1], matrices + (j * 4 + h * 2) * (TOKEN_TILES * 64));
+            EACH(h, 2) EACH(r, ROW_TILES)
+                wide_mma<TOKEN_TILES>(d[r], top[j][r][2 * h], bottom[j][r][2 * h], top[j][r][2 * h + 1],
+                                      bottom[j][r][2 * h + 1], matrices + (j * 4 + h * 2) * (TOKEN_TILES * 64));
             end_wide();
         }
         copy_weights();
@@ -185,16 +171,11 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     wait_for_copies<0>();
     __syncthreads();  // sums take the place of all else
     const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int its = tile + r * 4;  // even tiles are gates: 8 of them, and 8 of their ups
-                const int row = KIND == SILU_MUL ? its / 2 * 32 + its % 2 * 8 + (i >> 1) * 16 : its * 16 + (i >> 1) * 8;
-                sums[(m * 8 + t * 2 + (i & 1)) * PITCH + row + g] = IN_SHARES ? sum[r][m][i] : d[r][m][i];
-            }
+    EACH(r, ROW_TILES) EACH(m, TOKEN_TILES) EACH(i, 4) {
+        const int its = tile + r * 4;  // even tiles are gates: 8 of them, and 8 of their ups
+        const int row = KIND == SILU_MUL ? its / 2 * 32 + its % 2 * 8 + (i >> 1) * 16 : its * 16 + (i >> 1) * 8;
+        sums[(m * 8 + t * 2 + (i & 1)) * PITCH + row + g] = IN_SHARES ? sum[r][m][i] : d[r][m][i];
+    }
     if constexpr (CLUSTER > 1) sync_cluster();
     else __syncthreads();
     store_tall<WEIGHTS::POWER, CLUSTER, ROWS, TOKENS, WARPS * 32, KIND>(sums, bias, extra, y, row0, token_block * TOKENS, M,

@@ -32,8 +32,7 @@ __device__ __forceinline__ void wait_for_products() {
 // Not read before, nor written after.
 template <int COUNT>
 __device__ __forceinline__ void keep_here(float (&d)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    EACH(i, COUNT) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // THREADS: of the warp groups that multiply. One thread behind them asks for copies.
@@ -91,8 +90,7 @@ __device__ __forceinline__ void leave_registers() { asm volatile("setmaxnreg.dec
 __device__ __forceinline__ void add_four(const u16* p, float (&sum)[4]) {
     u32 pairs[2];
     asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(pairs[0]), "=r"(pairs[1]) : "l"(p));
-#pragma unroll
-    for (int k = 0; k < 4; ++k) sum[k] += to_float((u16)(k % 2 ? pairs[k / 2] >> 16 : pairs[k / 2]));
+    EACH(k, 4) sum[k] += to_float((u16)(k % 2 ? pairs[k / 2] >> 16 : pairs[k / 2]));
 }
 #endif
 
@@ -126,18 +124,14 @@ struct Place {
 template <int RANGES, int CHAIN>
 __device__ __forceinline__ void sum_of_ranges(const float* p, int earlier, const u16* bias, float (&out)[4]) {
     float4 part[RANGES];
-#pragma unroll
-    for (int v = 0; v < RANGES; ++v) {
+    EACH(v, RANGES) {
         const float* const its = v % CHAIN == CHAIN - 1 ? p : p + earlier;
         part[v] = RANGES == CHAIN ? *(const float4*)its : load_four_from_rank(its, v / CHAIN);
     }
     out[0] = out[1] = out[2] = out[3] = 0.f;
-#pragma unroll
-    for (int v = 0; v < RANGES; ++v)
-        out[0] += part[v].x, out[1] += part[v].y, out[2] += part[v].z, out[3] += part[v].w;
+    EACH(v, RANGES) out[0] += part[v].x, out[1] += part[v].y, out[2] += part[v].z, out[3] += part[v].w;
     if (bias)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) out[k] += to_float(bias[k]);
+        EACH(k, 4) out[k] += to_float(bias[k]);
 }
 
 // sums [tokens][pitch] in each block of a cluster, by the THREADS consumers of all -> y
@@ -155,12 +149,10 @@ __device__ __forceinline__ void store_sums(const Result& result, const Place& pl
         sum_of_ranges<RANGES, CHAIN>(p, earlier, result.bias ? result.bias + n : nullptr, sum);
         if (result.gated) {
             sum_of_ranges<RANGES, CHAIN>(p + place.half, earlier, result.bias ? result.bias + result.features + n : nullptr, up);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) sum[k] = silu_times(sum[k], up[k]);
+            EACH(k, 4) sum[k] = silu_times(sum[k], up[k]);
         }
         u16 out[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) out[k] = from_float(result.extra ? sum[k] + before[k] : sum[k]);
+        EACH(k, 4) out[k] = from_float(result.extra ? sum[k] + before[k] : sum[k]);
         *(uint2*)(result.y + at) = {out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16};
     }
 }

@@ -103,15 +103,12 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
     };
 
     typename WEIGHTS::template Rows<KIND> rows[ROW_TILES];
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r) rows[r].find(weights, row0, warp_row + r * 16, 0, N, K);
+    EACH(r, ROW_TILES) rows[r].find(weights, row0, warp_row + r * 16, 0, N, K);
     int weights_ahead = first, asked = 0;
     auto copy_weights = [&] {
         if (asked++ < rounds) {
             const int chunk = min(weights_ahead + part, chunks - 1);  // x is zeros where a part has no chunk left
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r)
-                rows[r].copy(rings + unit + r * UNITS, ring_words + word + r * WORDS, chunk);
+            EACH(r, ROW_TILES) rows[r].copy(rings + unit + r * UNITS, ring_words + word + r * WORDS, chunk);
         }
         weights_ahead = after(weights_ahead);
         const bool more = ++slot < AHEAD;
@@ -119,8 +116,7 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
         unit = more ? unit + ROW_TILES * UNITS : first_unit;
         word = more ? word + ROW_TILES * WORDS : first_word;
     };
-#pragma unroll
-    for (int s = 0; s < AHEAD; ++s) {
+    EACH(s, AHEAD) {
         copy_weights();
         end_copies();
     }
@@ -128,16 +124,14 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
     wait_for_earlier_kernels();
     const u16* from[COPIES];
     bool live[COPIES];
-#pragma unroll
-    for (int q = 0; q < COPIES; ++q) {  // this lane's unit of half u % 2 of a chunk, of 8 rows, of one part
+    EACH(q, COPIES) {  // this lane's unit of half u % 2 of a chunk, of 8 rows, of one part
         const int u = warp + q * WARPS, row = token0 + u / 2 % TOKEN_TILES * 8 + g;
         live[q] = row < M && u < BLOCKS;
         from[q] = x + (size_t)row * K + u / 2 / TOKEN_TILES * CHUNK + u % 2 * 32 + t * 8;
     }
     int x_ahead = first;
     auto copy_x = [&] {
-#pragma unroll
-        for (int q = 0; q < COPIES; ++q) {
+        EACH(q, COPIES) {
             const bool there = live[q] && x_ahead + (warp + q * WARPS) / 2 / TOKEN_TILES < chunks;
             copy_async(x_rings + x_unit + q * 256, there ? from[q] + x_ahead * CHUNK : x, there);
         }
@@ -148,8 +142,7 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
     };
     const int word_of_x = held(lane);
     auto place_x = [&](u16* stage) {
-#pragma unroll
-        for (int q = 0; q < COPIES; ++q) {
+        EACH(q, COPIES) {
             const int u = warp + q * WARPS, m = u / 2 % TOKEN_TILES, matrix = u / 2 / TOKEN_TILES * 8 + u % 2 * 4;
             u32* const to = (u32*)stage + (matrix * TOKEN_TILES + m) * 32 + word_of_x;
             if (BLOCKS % WARPS == 0 || u < BLOCKS) {
@@ -161,13 +154,11 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
             }
         }
     };
-#pragma unroll
-    for (int s = 0; s < AHEAD; ++s) {
+    EACH(s, AHEAD) {
         copy_x();
         end_copies();
     }
-#pragma unroll
-    for (int p = 0; p < PANEL; ++p) {
+    EACH(p, PANEL) {
         wait_for_copies<AHEAD - 1>();
         place_x(stages + p * STAGE);
         copy_x();
@@ -184,27 +175,19 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
         show_wide();
         wait_wide<0>();
         __syncthreads();  // the panel is there for all, and nobody reads the one that is overwritten now
-#pragma unroll
-        for (int p = 0; p < PANEL; ++p) {
+        EACH(p, PANEL) {
             if (i + p >= rounds) break;
             wait_for_copies<AHEAD - 1>();
             typename WEIGHTS::Part a[ROW_TILES];
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r)
-                rows[r].take(a[r], rings + unit + r * UNITS, ring_words + word + r * WORDS);
+            EACH(r, ROW_TILES) rows[r].take(a[r], rings + unit + r * UNITS, ring_words + word + r * WORDS);
             const u16* const matrices = read + p * STAGE + part * PART;
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
+            EACH(j, 2) {
                 wait_wide<1>();  // those that read the registers written next have ended
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r) a[r].expand(j, top[j][r], bottom[j][r]);
+                EACH(r, ROW_TILES) a[r].expand(j, top[j][r], bottom[j][r]);
                 begin_wide();
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h)
-                        wide_mma<TOKEN_TILES>(d[r], top[j][r][2 * h], bottom[j][r][2 * h], top[j][r][2 * h + 1],
-                                              bottom[j][r][2 * h + 1], matrices + (j * 4 + h * 2) * (TOKEN_TILES * 64));
+                EACH(r, ROW_TILES) EACH(h, 2)
+                    wide_mma<TOKEN_TILES>(d[r], top[j][r][2 * h], bottom[j][r][2 * h], top[j][r][2 * h + 1],
+                                          bottom[j][r][2 * h + 1], matrices + (j * 4 + h * 2) * (TOKEN_TILES * 64));
                 end_wide();
             }
             copy_weights();
