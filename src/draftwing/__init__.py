@@ -32,17 +32,19 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from draftwing.async_llm import AsyncLLM
     from draftwing.engine.devices.base import Device
     from draftwing.errors import CheckpointError, ConfigError, RequestError
-    from draftwing.llm import LLM, AsyncLLM, Completion, Piece
+    from draftwing.llm import LLM, Completion, Piece
     from draftwing.requests.sampling_params import SamplingParams
     from draftwing.spec.drafter import Draft, DraftContext, Drafter, DraftStep, SeenTokens
 
 # Loaded when first asked for: importing torch takes seconds, and `draftwing --help` does without.
 _HOMES = {
+    "async_llm": ("AsyncLLM",),
     "engine.devices.base": ("Device",),
     "errors": ("CheckpointError", "ConfigError", "RequestError"),
-    "llm": ("LLM", "AsyncLLM", "Completion", "Piece"),
+    "llm": ("LLM", "Completion", "Piece"),
     "requests.sampling_params": ("SamplingParams",),
     "spec.drafter": ("Draft", "DraftContext", "DraftStep", "Drafter", "SeenTokens"),
 }
