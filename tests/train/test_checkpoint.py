@@ -14,6 +14,7 @@ from reference.learnable import ENGINE, VOCAB, drafting, write_target
 from safetensors import safe_open
 
 from draftwing import LLM, ConfigError
+from draftwing.config.trees import carried_window
 from draftwing.engine.devices import pick_device
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.fields import Fields
@@ -263,6 +264,18 @@ def test_a_head_of_other_layers_and_width(tmp_path):
     for ids in (torch.tensor([3, 3]), torch.tensor([5, 2]), torch.tensor([1, V])):
         with pytest.raises(ConfigError, match="ascending"):
             new_eagle3_head(target, ids)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+def test_what_learnt_from_short_texts_sees_no_further(kind: str, tmp_path: Path) -> None:
+    """The target has 256 positions. A head is trained on 100, then on 180, 50, and all of them."""
+    target, algorithm = target_of("llama", tmp_path), {"eagle": "EAGLE", "mtp": "NEXTN"}[kind]
+    save_head(new_head(kind, target, None, (), 0, 0, 100), tmp_path / "100")
+    for longest, window in ((100, 100), (180, 180), (50, 100), (256, None)):
+        again = save_head(load_head(tmp_path / "100", target, algorithm, longest), tmp_path / f"again {longest}")
+        loaded = load_draft_head(again, target, algorithm, torch.float32, "cpu")
+        seen = carried_window(again) if kind == "mtp" else loaded.config.layers[0].mixer.window or None
+        assert seen == window
 
 
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])

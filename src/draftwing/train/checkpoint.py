@@ -185,9 +185,10 @@ def _dflash2_keys(block: BlockConfig) -> dict[str, Any]:
 
 
 def _mtp_config(head: MTPHead, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the target's config: the layers are stored as a part of it."""
-    target = head.target.config
-    return {
+    """Returns the target's config: the layers are stored as a part of it. How far they see is said beside it."""
+    target, known = head.target.config, head.config.max_positions
+    own = {"draftwing": {"window": known}} if known < target.max_positions else {}
+    return own | {
         "architectures": [target.architecture],
         "model_type": FAMILIES[target.architecture].model_type,
         **_sizes(target, dtype),

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.config.trees import carried_window
 from draftwing.errors import ConfigError
 from draftwing.layers.attention import Attention, AttentionConfig
 from draftwing.layers.config import LayerConfig, NormConfig
@@ -111,19 +112,23 @@ def _start_as_last_layer(head: Eagle3Head, target: DecoderModel) -> None:
         made.down.weight.copy_(mlp.down.dense_weight())
 
 
-def new_eagle_head(target: DecoderModel, ffn_size: int = 0, fc_bias: bool = False, seed: int = 0) -> EagleHead:
+def new_eagle_head(
+    target: DecoderModel, ffn_size: int = 0, fc_bias: bool = False, seed: int = 0, longest: int = 0
+) -> EagleHead:
     """Returns an untrained EAGLE (EAGLE-2) head of one layer of the target's sizes; q, k and v have biases where the
-    target's have, as published heads for Qwen2 do."""
+    target's have, as published heads for Qwen2 do. longest: as of `new_eagle3_head`."""
     config = _layer_config(target.config, ffn_size, qkv_bias=target.config.attention.qkv_bias)
+    config = _knowing(config, longest or config.max_positions, target.config)
     head = EagleHead(config, target, fc_bias, TRAINED, target.embed.weight.device)
     _initialise(head, seed)
     return trainable(head)
 
 
-def new_mtp_head(target: DecoderModel, seed: int = 0) -> MTPHead:
+def new_mtp_head(target: DecoderModel, seed: int = 0, longest: int = 0) -> MTPHead:
     """Returns an untrained prediction layer in the manner of MiMo, of the target's own shape. Its final norm starts as
-    the target's, whose head reads what it gives."""
+    the target's, whose head reads what it gives. longest: as of `new_eagle3_head`."""
     head = MTPHead(target, 1, TRAINED, target.embed.weight.device)
+    head.config = _knowing(head.config, longest or head.config.max_positions, target.config)
     _initialise(head, seed)
     with torch.no_grad():
         _start_as_last_norm(head.get_parameter("layers.0.final_norm.weight"), target)
@@ -181,8 +186,8 @@ def new_head(
     if kind == "eagle3":
         return new_eagle3_head(target, target_ids, aux_layers, ffn_size, seed, longest)
     if kind == "eagle":
-        return new_eagle_head(target, ffn_size, seed=seed)
-    return new_mtp_head(target, seed)
+        return new_eagle_head(target, ffn_size, seed=seed, longest=longest)
+    return new_mtp_head(target, seed, longest)
 
 
 def _knowing(config: ModelConfig, positions: int, target: ModelConfig) -> ModelConfig:
@@ -197,8 +202,9 @@ def load_head(path: str | Path, target: DecoderModel, algorithm: str, longest: i
     Raises CheckpointError, and ConfigError for prediction layers that cannot be trained.
     """
     head = load_draft_head(path, target, algorithm, TRAINED, target.embed.weight.device, trains=True)
-    if isinstance(head, (EagleHead, Eagle3Head)):
-        head.config = _knowing(head.config, max(head.config.max_positions, longest), target.config)
+    if not isinstance(head, BlockHead):
+        known = carried_window(Path(path)) or head.config.max_positions
+        head.config = _knowing(head.config, max(known, longest), target.config)
     return trainable(head)
 
 
