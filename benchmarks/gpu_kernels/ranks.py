@@ -71,18 +71,22 @@ def sums(executor: Executor) -> None:
     for rows in ROWS:
         seconds = executor.run_on_all_ranks(ranks.time_sums, rows)
         print(f"{seconds * 1e6:9.1f} us  sum of {rows} rows of {executor.model.config.hidden_size}", flush=True)
+        seconds = executor.run_on_all_ranks(ranks.time_sums, rows, True)
+        print(f"{seconds * 1e6:9.1f} us  as many of all ranks side by side, each with its share", flush=True)
 
 
 @torch.inference_mode()
-def time_sums(executor: Executor, rows: int) -> float:
-    """Seconds of one sum over the ranks, from a graph where there are any."""
+def time_sums(executor: Executor, rows: int, gathers: bool = False) -> float:
+    """Seconds of one sum over the ranks, from a graph where there are any. gathers: of shares of rows side by side, in
+    place of sums."""
     model, device = executor.model, executor.device
     x = torch.ones(rows, model.config.hidden_size, dtype=model.norm.weight.dtype, device=device.device)
+    share = x[:, : x.shape[1] // model.ranks.size].contiguous()
 
     def many() -> Any:
         y = x
         for _ in range(100):
-            y = model.ranks.sum_rows(x, residual=y)
+            y = model.ranks.gather_side_by_side(share) if gathers else model.ranks.sum_rows(x, residual=y)
         return y
 
     run = device.record(many)[0] if executor.graphs.sizes else many
