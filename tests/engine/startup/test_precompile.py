@@ -25,7 +25,7 @@ import torch
 
 from draftwing.config.options import Options
 from draftwing.engine.devices.cuda import defaults_for
-from draftwing.engine.startup import before_torch, compiler_process, precompile
+from draftwing.engine.startup import before_torch, compiler_process, precompile, without_data
 from draftwing.engine.startup.compiler_process import FAILED, STAGES, Compiler, Job, Precompilation
 from draftwing.layers.experts import ExpertMLP
 from draftwing.models.decoder import DecoderModel
@@ -521,7 +521,7 @@ BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_s
     ("changes", "options", "capability", "least", "expected"),
     [
         ({}, {}, (9, 0), 128 * 128, True),
-        ({}, {}, (9, 0), precompile.FP8_FROM, False),
+        ({}, {}, (9, 0), without_data.FP8_FROM, False),
         ({}, {}, (8, 9), 0, False),
         ({}, {"fp8_activations": "none"}, (9, 0), 0, False),
         ({}, {"quantization": "none"}, (9, 0), 0, False),
@@ -534,10 +534,10 @@ def test_kernels_for_activations_in_fp8(
     expected: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Of models that have matrices of so many values at least."""
-    monkeypatch.setattr(precompile, "FP8_FROM", least)
+    monkeypatch.setattr(without_data, "FP8_FROM", least)
     (job.path / "config.json").write_text(json.dumps({**CONFIG, **LARGE, "quantization_config": {**BLOCKS, **changes}}))
     job = job._replace(options=dataclasses.replace(job.options, **options), capability=capability)
-    assert precompile.multiplies_fp8(precompile.model_without_data(job)) == expected
+    assert without_data.multiplies_fp8(precompile.model_without_data(job)) == expected
 
 
 @pytest.mark.parametrize(
@@ -577,11 +577,11 @@ def test_experts_of_all_rows_are_held_as_others(job: Job, monkeypatch: pytest.Mo
         "intermediate_size": 128, "quantization_config": BLOCKS,
     }  # fmt: skip
     (job.path / "config.json").write_text(json.dumps(CONFIG | experts))
-    monkeypatch.setattr(precompile, "FP8_FROM", 0)
+    monkeypatch.setattr(without_data, "FP8_FROM", 0)
     config = load_config(job.path)
     model = DecoderModel(config, torch.bfloat16, "meta")
-    precompile.hold_experts(model, torch.bfloat16, "auto", config.quantization)
-    precompile.hold_fp8(model, "auto")
+    without_data.hold_experts(model, torch.bfloat16, "auto", config.quantization)
+    without_data.hold_fp8(model, "auto")
     mlp = model.layers[1].mlp
     assert isinstance(mlp, ExpertMLP) and mlp.shared is not None and model.layers[0].mlp.gate_up.takes_fp8
     assert mlp.gate_up.op.can_append(mlp.shared.gate_up.op) and mlp.down.op.can_append(mlp.shared.down.op)
@@ -601,16 +601,16 @@ def test_of_weights_in_nvfp4_no_kernels_are_made_that_read_them(job: Job) -> Non
         config = load_config(job.path)
         widths.append(precompile._widths("auto", config.quantization))
         model = DecoderModel(config, torch.bfloat16, "meta")
-        precompile.hold_experts(model, torch.bfloat16, "auto", config.quantization)
+        without_data.hold_experts(model, torch.bfloat16, "auto", config.quantization)
         mlp = model.layers[0].mlp
-        assert isinstance(mlp, ExpertMLP) and isinstance(mlp.gate_up.op, precompile._Held) == (stored is attention)
+        assert isinstance(mlp, ExpertMLP) and isinstance(mlp.gate_up.op, without_data.Held) == (stored is attention)
     assert not widths[0] and any(width.fp8 for width in widths[1])
 
 
 OF_FP8 = """
 import pickle, sys
-from draftwing.engine.startup import precompile
-precompile.FP8_FROM = 0
+from draftwing.engine.startup import precompile, without_data
+without_data.FP8_FROM = 0
 for launch in precompile.collect(pickle.load(sys.stdin.buffer)).launches:
     if "*fp8e4nv" in launch.specialization:
         precompile.compile_launch(launch)
@@ -648,4 +648,4 @@ def test_kernels_for_a_copy_of_the_lm_head(
     options = dataclasses.replace(job.options, speculative_algorithm=drafter, speculative_lm_head_quantization=asked)
     for function, *args in precompile._products(job._replace(options=options)):
         function(*args)
-    assert {*found} == {precompile.MADE[name] for name in expected}
+    assert {*found} == {without_data.MADE[name] for name in expected}

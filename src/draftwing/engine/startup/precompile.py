@@ -20,37 +20,35 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
 from draftwing.config.drafters import LM_HEAD
 from draftwing.config.options import Options
-from draftwing.engine.devices.base import Download
-from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.startup import memory as sizing
 from draftwing.engine.startup.adapters import adapted_kinds
 from draftwing.engine.startup.compiler_process import FAILED, STAGES, Job
 from draftwing.engine.startup.executor import graph_size_of
 from draftwing.engine.startup.models import OF_LM_HEADS, Precision
-from draftwing.layers.config import LayerConfig
-from draftwing.layers.experts import ExpertLinear, ExpertMLP
+from draftwing.engine.startup.without_data import (
+    MADE,
+    NoDevice,
+    hold_experts,
+    hold_fp8,
+    leave_out,
+    multiplies_fp8,
+    width_of,
+)
+from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.latent import HeadsOp
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.base import LinearBase, LinearOp, PackMode
-from draftwing.layers.linear_ops.groups import Fp8Linear, alike, joined, part_of
 from draftwing.machine import processors
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import SHARED, DecoderModel
 from draftwing.models.heads.base import is_large
-from draftwing.models.loader import load_config, schemes_of
-from draftwing.models.quantised.config import Quantization, Scheme
-from draftwing.ops.fp8.spec import FP8_FROM, TALL, WIDE, Fp8Rows
+from draftwing.models.loader import load_config
+from draftwing.models.quantised.config import Quantization
 from draftwing.ops.gemm import cuda_fp8, cuda_wgmma
 from draftwing.ops.gemm.cuda_groups import Width
-from draftwing.ops.gemm.groups import WHOLE, PackedGroups, groups_of_row, shift_of
-from draftwing.ops.gemm.stored import MX_BLOCK, MXRows
-from draftwing.ops.table import LayerOps
 from draftwing.parallel.ranks import Absent, Alone, Ranks
 
 if TYPE_CHECKING:
@@ -60,10 +58,6 @@ if TYPE_CHECKING:
     from draftwing.ops.experts.cuda import Layout
 
 _MAX_PROCESSES = 16  # that compile; each has Triton's compiler in memory
-_ANY_EXPERT = "model.layers.0.mlp.experts.0.gate_proj"
-_SHARED_EXPERT = "model.layers.0.mlp.shared_expert.gate_proj"
-# By what options call them.
-MADE = {"fp8": Width(8, False, WHOLE, True), "w4a16": Width(4, False, 1), "int8": Width(8, False, WHOLE)}
 
 
 class Launch(NamedTuple):
@@ -275,11 +269,6 @@ def _widths(asked: str, stored: Quantization | None) -> set[Width]:
     return found | ({MADE["int8"]} if found else set())  # of draft heads
 
 
-def multiplies_fp8(model: DecoderModel) -> bool:
-    """Returns whether any of its weights is for activations in fp8."""
-    return any(isinstance(part, Linear) and isinstance(part.op, _HeldFp8) for part in model.modules())
-
-
 def _may_multiply_fp8(job: Job, stored: Quantization | None) -> bool:
     """Returns whether weights are for activations in fp8, or are made so, as far as the config says."""
     asked = job.options.fp8_activations == "auto" and job.options.quantization != "none"
@@ -372,164 +361,3 @@ def _run_without_data(job: Job, model: DecoderModel, before: Callable[[str], obj
     while parts.later:
         parts.run_later()
     return parts
-
-
-def leave_out(model: DecoderModel) -> None:
-    """Lets layers do nothing that are as others are: they launch the same kernels. Two of each kind stay, and the last:
-    a layer may do some of the work of the next."""
-    kinds: list[LayerConfig] = []
-    for i, config in enumerate(model.config.spread(model.ranks)[:-1]):
-        if kinds.count(config) == 2:
-            model.layers[i] = _NoLayer()
-        else:
-            kinds.append(config)
-
-
-class _NoLayer(nn.Module):
-    """Stands in place of a `DecoderLayer`."""
-
-    end = None
-
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        return x
-
-    def under(self, norm: nn.Module, normed: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return x, normed
-
-
-class NoDevice(CpuDevice):
-    """Takes everything and does nothing."""
-
-    kind = "meta"
-    has_own_memory = True
-
-    def upload(self, host: Any) -> Tensor:
-        return torch.empty(len(host), dtype=torch.int64, device=self.device)
-
-    def upload_into(self, out: Tensor, host: Any) -> None:
-        pass
-
-    def download(self, tensor: Tensor) -> Download:
-        shape = tuple(tensor.shape)
-        return Download(lambda: np.zeros(shape, np.int64), 0.0)
-
-    def record(self, fn: Any, pool: str = "") -> Any:
-        return (lambda: None), fn()
-
-    def peak(self, fn: Any) -> int:
-        fn()
-        return 0
-
-
-# -- weights of experts that stay quantised, without data: their form decides which kernels are launched ---------------
-
-
-def width_of(scheme: Scheme) -> Width | None:
-    """Returns the width of weights that stay as they are stored, None of those that are dequantised."""
-    if scheme.layout in ("fp4", "bnb"):
-        return None
-    zeros = not scheme.symmetric and not scheme.real
-    return Width(8 if scheme.real or scheme.bits > 4 else 4, zeros, shift_of(scheme.wide), scheme.real)
-
-
-def hold_experts(model: DecoderModel, dtype: torch.dtype, asked: str, stored: Quantization | None) -> None:
-    """Puts stand-ins for the experts of a model on the meta device that is to be packed. asked: `--quantization`."""
-    if asked == "none":
-        return
-    held: list[tuple[str, Linear]] = []
-    for part in model.modules():
-        if isinstance(part, ExpertLinear):
-            held.append((_ANY_EXPERT, part))
-        elif isinstance(part, ExpertMLP) and part.shared is not None and (stored is None or stored.method != "mxfp4"):
-            held += [(_SHARED_EXPERT, linear) for linear in part.shared.linears()]
-    for name, linear in held:
-        weight = _held(name, linear.out_features, linear.in_features, dtype, asked, stored)
-        if weight is not None:
-            linear.op = _Held(linear, weight, dtype)
-
-
-class _Held(LinearOp):
-    def __init__(self, layer: LinearBase, weight: PackedGroups | MXRows, dtype: torch.dtype) -> None:
-        super().__init__(layer)
-        self._weight, self._dtype = weight, dtype
-
-    def groups(self) -> PackedGroups | MXRows | None:
-        return self._weight
-
-    def can_append(self, other: LinearOp) -> bool:
-        return isinstance(other, _Held) and alike([self._weight, other._weight])
-
-    def append(self, other: LinearOp) -> None:
-        assert isinstance(other, _Held)
-        whole = joined([self._weight, other._weight])
-        assert isinstance(whole, PackedGroups | MXRows)
-        self._weight = whole
-
-    def part(self, layer: LinearBase, rows: Sequence[range], columns: range) -> LinearOp | None:
-        parts = part_of({0: self._weight}, rows, columns)
-        whole = None if parts is None else joined([*parts])
-        return _Held(layer, whole, self._dtype) if isinstance(whole, PackedGroups | MXRows) else None
-
-    def dense_weight(self) -> Tensor:
-        return torch.empty(self.layer.out_features, self.layer.in_features, dtype=self._dtype, device="meta")
-
-
-def _held(
-    name: str, rows: int, columns: int, dtype: torch.dtype, asked: str, stored: Quantization | None
-) -> PackedGroups | MXRows | None:
-    if stored is not None and stored.method == "mxfp4":
-        return MXRows(_bytes(rows, columns // 2), _bytes(rows, columns // MX_BLOCK))
-    scheme = None if stored is None else stored.scheme_of(name)
-    width = MADE.get(asked) if scheme is None else width_of(scheme)
-    if width is None or rows % 16 or columns % 64:
-        return None
-    scales = torch.empty(rows // 16, groups_of_row(columns, width.shift), 8, 2, dtype=dtype, device="meta")
-    zeros = torch.empty_like(scales) if width.zeros else None
-    codes = _bytes(rows // 16, columns * 2 * width.bits)
-    return PackedGroups(codes, scales, zeros, width.bits, width.shift, None, width.fp8)
-
-
-def _bytes(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.uint8, device="meta")
-
-
-# -- weights for activations in fp8, without data: kernels before them store what they read --------------------------
-
-
-def hold_fp8(model: DecoderModel, asked: str) -> None:
-    """Puts stand-ins for their products into a model on the meta device that is to be packed. asked:
-    `--quantization`."""
-    schemes = schemes_of(model.config, model.ranks)
-    for name, part in model.layers.named_modules(prefix="layers"):
-        if type(part) is not Linear or part.in_features % WIDE or part.out_features % TALL:
-            continue
-        if isinstance(part.op, _Held):  # the expert of all rows, which may join the others
-            continue
-        if part.in_features * part.whole_features < FP8_FROM:
-            continue
-        scheme = schemes.get(f"{name}.weight")
-        if asked == "fp8" if scheme is None else scheme.dynamic:
-            part.op = _HeldFp8(part)
-
-
-class _HeldFp8(Fp8Linear):
-    def __init__(self, layer: Linear) -> None:
-        LinearOp.__init__(self, layer)
-
-    def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp:
-        return self
-
-    def __call__(
-        self, x: Tensor | Fp8Rows, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
-    ) -> Tensor:
-        return self._made(x, self.layer.out_features)
-
-    def gated(self, x: Tensor | Fp8Rows, bias: Tensor | None) -> Tensor:
-        return self._made(x, self.layer.out_features // 2)
-
-    def dense_weight(self) -> Tensor:
-        return self.layer.weight
-
-    def _made(self, x: Tensor | Fp8Rows, columns: int) -> Tensor:
-        rows = x.rows if isinstance(x, Fp8Rows) else len(x)
-        return torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
