@@ -114,7 +114,7 @@ def prompt_ms(engine: Engine, lengths: list[int], repeats: int = 15) -> dict[str
     for length in lengths:
         took: dict[str, list[tuple[float, float]]] = {"graph": [], "launched": []}
         for _ in range(repeats):
-            for name, run in (("graph", from_graphs), ("launched", lambda chunks: None)):
+            for name, run in (("graph", from_graphs), ("launched", lambda *asked: None)):
                 prefills.run = run  # type: ignore[method-assign]
                 assert executor.table.states is not None
                 with torch.inference_mode():
