@@ -19,6 +19,8 @@ from draftwing.ops.gemm import cuda_dense, cuda_fp8, cuda_many, cuda_wgmma, gpu
 from draftwing.ops.gemm.cuda import read_files, small_m_gemm
 from draftwing.ops.gemm.cuda_fp8 import MANY_FROM, MANY_SIZES, ManySize, Size, cut_of, ranges_of
 from draftwing.ops.gemm.stored import QuantizedRows
+from draftwing.parallel.cut import Cut
+from draftwing.parallel.ranks import Share
 
 DENSE_ROWS = (1, 2, 7, 8, 16, 17, 33, 63, 64, 65, 90, 128, 129, 192, 193, 256, 330, 385)
 DENSE_MANY = 700  # rows of x
@@ -191,6 +193,34 @@ def test_each_dense_kernel_of_many_rows(rows: int, columns: int, gated: bool, mo
             monkeypatch.setattr(cuda_many, "cut_of", lambda *given, size=size: size)
             for tokens in (385, 512, DENSE_MANY):
                 assert torch.equal(product(x[:tokens]), few[:tokens]), (size, tokens)
+
+
+@on_hopper
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(6144, 4096), (4096, 14336), (28672, 4096)])
+def test_a_share_of_a_matrix_has_the_bits_of_all_of_it(rows: int, columns: int, fp8: bool) -> None:
+    """As ranks have it, in the kernels that the engine chooses, also where the share alone would have others."""
+    ops, dense = gpu.GpuGemmOps(device()), on_device(rows, columns, seed=2)
+    made = ops.quantize_groups(dense, "fp8", True) if fp8 else None
+
+    def products(begin: int, size: int) -> list[Any]:
+        if made is None:
+            weight: Any = dense[begin : begin + size].clone()
+        else:
+            part = Cut(0, Share(begin, size, rows)).of("", made)
+            assert isinstance(part, QuantizedRows)
+            weight = ops.pack_fp8(part)
+        return ops.gemms(weight, deterministic=True, whole=rows)
+
+    def run(gemms: list[Any], x: Tensor) -> Any:
+        return next(one for one in gemms if len(x) <= one.max_rows).linear(x, None)
+
+    whole = products(0, rows)
+    for size in (2, 4):
+        share = products(rows // size, rows // size)
+        for tokens in (1, 7, 64, 200, 500):
+            x = on_device(tokens, columns, seed=tokens)
+            assert torch.equal(run(share, x), run(whole, x)[:, rows // size : 2 * rows // size]), tokens
 
 
 @on_hopper
