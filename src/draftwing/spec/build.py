@@ -162,6 +162,7 @@ def _packed_head(context: DraftContext, folder: Path | None) -> FeatureHead:
     window = options.speculative_draft_window_size or carried_window(context.draft_path)
     if window is not None:
         head.see_at_most(window)
+        log.info("the draft's own attention sees the last %d tokens", window)
     head.pack(context.ops)
     return head
 
