@@ -187,7 +187,7 @@ class ExpertMLP(nn.Module):
         if self.scale is not None:
             routed = replace(routed, weights=routed.weights * self.scale[routed.experts])
         if not self._gated:
-            return self._ops.relu_squared(self.gate_up(x, routed)), routed
+            return self.gate_up.squared(x, routed), routed
         if self._gelu:
             return self._ops.gelu_mul(self.gate_up(x, routed)), routed
         return self.gate_up.gated(x, routed, experts.limit), routed
@@ -385,6 +385,12 @@ class ExpertLinear(Linear):
         gate_up = self(x, routed)
         return self._ops.clamped_swiglu(gate_up, limit) if limit else self._ops.silu_mul(gate_up)
 
+    def squared(self, x: Tensor, routed: Routed) -> Tensor:
+        """x [M or pairs, in_features] -> relu(product)², [pairs, out_features]"""
+        fused = None if self.grouped is not None else self._gemm
+        out = None if fused is None else fused.squared(x, self.bias, routed)
+        return self._ops.relu_squared(self(x, routed)) if out is None else out
+
     @property
     def groups(self) -> int:
         """Returns of how many matrices adapters may be."""
@@ -462,4 +468,7 @@ class EachExpert(LinearOp):
         return made.new_zeros(routed.pairs, made.shape[1]).index_copy_(0, order, made)
 
     def gated(self, x: Tensor, bias: Tensor | None, routed: Routed, limit: float) -> Tensor | None:  # type: ignore[override]
+        return None
+
+    def squared(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor | None:
         return None

@@ -23,6 +23,7 @@ from draftwing.ops.gemm.shapes import SHARES
 FILES, STREAM_FILES = ("gemm.cu", "gemm_groups.cu", "gemm_experts.cu"), ("gemm_bulk.cu", "gemm_stream.cu")
 DENSE = 0  # a kind of codes besides those of `expert_rows`
 MAX_PAIRS = 16  # pairs of a tile
+SQUARES = -1.0  # the limit at which results without gates are squares of what is above 0
 _TILES = (8, MAX_PAIRS)  # that there are kernels for; and for a single token, where others are faster
 OTHERS = ("_second", "_third", "_fourth")  # end the kinds of other cuts for the same
 KINDS = {"plain": "PLAIN", "silu": "SILU_MUL", "clamped": "CLAMPED"}  # what gemm_experts.cu calls them
@@ -272,7 +273,8 @@ def multiply(
     kind: str, x: Tensor, weight: Tensor | ExpertRows, bias: Tensor | None, routed: Routed, width: int, limit: float
 ) -> Tensor:
     """x [M or pairs, K], weight [count * N, K], bias [count * N] -> [pairs, width], where width is N or, of gates and
-    ups, N / 2. kind: one of `KINDS`; limit: of `clamped`. On the meta device nothing runs."""
+    ups, N / 2. kind: one of `KINDS`; limit: of `clamped`, and of `plain` 0 or `SQUARES`. On the meta device nothing
+    runs."""
     if x.is_meta or not routed.pairs:
         return x.new_empty(routed.pairs, width)
     kernels = few_pairs(x.device, x.dtype, layout_of(weight, width))

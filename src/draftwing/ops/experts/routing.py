@@ -161,6 +161,10 @@ class ExpertGemm(Protocol):
         the caller does it."""
         ...
 
+    def squared(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor | None:
+        """relu(result of `linear`)², to the bit. None: the caller does it."""
+        ...
+
 
 class DeviceExpertGemm(ExpertGemm, Protocol):
     """The device's kernels."""

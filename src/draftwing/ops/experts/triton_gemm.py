@@ -329,6 +329,13 @@ class ExpertGemm:
     def gated(self, x: Tensor, bias: Tensor | None, routed: Routed, limit: float) -> Tensor:
         return self._run(x, bias, routed, self.rows // self._count // 2, (_CLAMPED if limit else _SILU).value, limit)
 
+    def squared(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor | None:
+        tiles = routed.tiles
+        assert tiles is not None
+        if tiles.rows > gemm_experts.MAX_PAIRS or not gemm_experts.takes(self.weight, x.dtype):
+            return None
+        return self._run(x, bias, routed, self.rows // self._count, _PLAIN.value, gemm_experts.SQUARES)
+
     def _run(self, x: Tensor, bias: Tensor | None, routed: Routed, width: int, act: int, limit: float) -> Tensor:
         weight, arguments, wide = self.weight, dict[str, Any](), x.dtype == torch.float32
         tiles = routed.tiles

@@ -194,6 +194,16 @@ __device__ __forceinline__ float gated(float gate, float up, float limit) {
     return gate / (1.f + __expf(-ALPHA * gate)) * (up + 1.f);
 }
 
+// What is stored of a sum. A kernel without gates takes a limit below 0 for: the square of what is above 0, as experts
+// without gates let it through, of what is rounded before.
+template <int KIND>
+__device__ __forceinline__ u16 let_through(float sum, float limit) {
+    const u16 value = from_float(sum);
+    if (KIND != PLAIN || limit >= 0.f) return value;
+    const float above = to_float(value) < 0.f ? 0.f : to_float(value);
+    return from_float(above * above);
+}
+
 // What a block does, one after the other: from `at` until `end`, mostly parts of one tile, whose rows of x are in the
 // L1 cache from the first one on.
 struct Share {
@@ -356,7 +366,7 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
                 }
                 sum += offset;
                 if (GATED) sum = gated<KIND>(sum, up + up_offset, limit);
-                y[(size_t)pairs[m] * N + work.row0 + row] = from_float(sum);
+                y[(size_t)pairs[m] * N + work.row0 + row] = let_through<KIND>(sum, limit);
             }
         if (next.expert < 0) return;
         __syncthreads();

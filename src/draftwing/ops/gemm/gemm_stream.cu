@@ -182,7 +182,7 @@ __device__ __forceinline__ void stream_gemm(const u16* __restrict__ x, const WEI
             }
             sum += offset[i];
             if (GATED) sum = gated<KIND>(sum, up + up_offset[i], limit);
-            y[(size_t)pairs[turn * TOKENS + m] * N + its_row0 + row] = from_float(sum);
+            y[(size_t)pairs[turn * TOKENS + m] * N + its_row0 + row] = let_through<KIND>(sum, limit);
         }
     };
 
@@ -235,7 +235,7 @@ template <class WEIGHTS, int TOKEN_TILES, int STAGES, int CHUNKS>
 __device__ __forceinline__ void row_stream_gemm(const u16* __restrict__ x, const WEIGHTS all,
                                                 const u16* __restrict__ bias, const int* __restrict__ order,
                                                 const int* __restrict__ tiles, u16* __restrict__ y, int tile_count,
-                                                int choices, int known, int N) {
+                                                int choices, int known, int N, float limit) {
     constexpr int ROWS = SHARES * 16;
     using STAGE = Stage<WEIGHTS, ROWS, CHUNKS, false>;
     extern __shared__ float sums[];  // stages; barriers: [STAGES] that are full, as many that are empty
@@ -296,7 +296,7 @@ __device__ __forceinline__ void row_stream_gemm(const u16* __restrict__ x, const
             const float offset = bias && n < N ? load_value(bias + (size_t)expert * N + n) : 0.f;
             EACH(m, TOKEN_TILES) EACH(i, 2)
                 if (m * 8 + t * 2 + i < live && n < N)
-                    y[(size_t)result[m][i] * N + n] = from_float(sum[0][m][half * 2 + i] + offset);
+                    y[(size_t)result[m][i] * N + n] = let_through<PLAIN>(sum[0][m][half * 2 + i] + offset, limit);
         }
     }
 }
@@ -307,7 +307,7 @@ __device__ __forceinline__ void row_stream_gemm(const u16* __restrict__ x, const
              const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int N, int K,        \
              float limit) {                                                                                           \
         row_stream_gemm<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y,          \
-                                              tile_count, choices, known, N);                                         \
+                                              tile_count, choices, known, N, limit);                                  \
     }
 
 #define STREAM_KERNEL(NAME, ...)                                                                                      \
