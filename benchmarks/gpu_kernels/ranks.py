@@ -1,14 +1,16 @@
 """Steps of one model on several GPUs, and whether drafts leave its texts as they are there.
 
     python benchmarks/gpu_kernels/ranks.py [--shape 8b|70b|tiny | --config FILE] [--sizes 1,16] [--profile SIZES]
-        [--draft JSON] [--texts N] [option=value ...]
+        [--draft JSON] [--prompts 1x4000,8x4000] [--texts N] [option=value ...]
 
 Random weights, from configs that are written here, or of the config.json of another target; options are the engine's,
 such as `tp_size=4` and `speculative_algorithm=EAGLE3`. Steps are replays of graphs on rows without context, run by all
 ranks. Their floor is the time in which one rank reads its share of the weights, at `timing.read_rate`, which needs 4 GB
 beside the engine (`max_total_tokens=20000`). --profile: kernels of rank 0 in steps of so many rows; those of sums wait
-for the other ranks. --texts: so many requests, some with a temperature, are answered, and a hash of their tokens is
-printed: it is the same for every drafter on the same number of ranks in deterministic mode.
+for the other ranks. --prompts: seconds until so many requests of so many random tokens have their first tokens, the
+best of three, and on a GPU kernels of the first kind. --texts: so many requests, some with a temperature, are answered,
+and a hash of their tokens is printed: it is the same for every drafter on the same number of ranks in deterministic
+mode.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,12 +98,10 @@ def time_sums(executor: Executor, rows: int, gathers: bool = False) -> float:
     return min(device.timed(run, 3)) / 100
 
 
-def texts(parts: Any, count: int, tokens: int) -> str:
-    """Answers so many requests together; returns a hash of all tokens."""
+def answers(parts: Any, prompts: Sequence[list[int]], tokens: int) -> dict[str, list[int]]:
+    """Answers requests together, every other one at a temperature."""
     loop = Loop(parts.sched, parts.executor, parts.options.enable_overlap, lambda plan, result: None)
-    vocab = parts.executor.model.config.vocab_size
-    for number in range(count):
-        prompt = [(number * 7919 + place * (number + 1) * 31) % vocab for place in range(10 + number % 40)]
+    for number, prompt in enumerate(prompts):
         params = SamplingParams(max_new_tokens=tokens, temperature=0.8 if number % 2 else 0.0)
         request = GenerationRequest(f"{number:03}", prompt, params)
         parts.sched.submit(Req(request, seed=number, max_total=len(prompt) + tokens, stop_ids=frozenset()))
@@ -108,8 +110,42 @@ def texts(parts: Any, count: int, tokens: int) -> str:
         loop.turn()
         for output in parts.sched.take_outputs():
             found.setdefault(output.uid, []).extend(output.token_ids)
-    assert len(found) == count and all(len(ids) == tokens for ids in found.values())
+    assert len(found) == len(prompts) and all(len(ids) == tokens for ids in found.values())
+    return found
+
+
+def first_tokens(parts: Any, waves: Sequence[tuple[int, int]]) -> None:
+    """Prints how long prompts take that no cache knows. waves: requests at once, tokens of each."""
+    rng, vocab = random.Random(0), parts.executor.model.config.vocab_size
+
+    def wave(count: int, length: int) -> float:
+        prompts = [[rng.randrange(vocab) for _ in range(length)] for _ in range(count)]
+        begin = time.perf_counter()
+        answers(parts, prompts, 1)
+        return time.perf_counter() - begin
+
+    for count, length in waves:
+        took = min(wave(count, length) for _ in range(3))
+        print(f"{took:9.3f} s   {count} x {length}: {count * length / took:.0f} tokens/s", flush=True)
+    if parts.executor.device.device.type == "cuda":
+        step.profile(f"{waves[0][0]} x {waves[0][1]}", partial(wave, *waves[0]))
+
+
+def texts(parts: Any, count: int, tokens: int) -> str:
+    """Answers so many requests together; returns a hash of all tokens."""
+    vocab = parts.executor.model.config.vocab_size
+    prompts = [
+        [(number * 7919 + place * (number + 1) * 31) % vocab for place in range(10 + number % 40)]
+        for number in range(count)
+    ]
+    found = answers(parts, prompts, tokens)
     return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()[:16]
+
+
+def wave(text: str) -> tuple[int, int]:
+    """8x4000"""
+    count, _, length = text.partition("x")
+    return int(count), int(length)
 
 
 def main() -> None:
@@ -119,6 +155,7 @@ def main() -> None:
     parser.add_argument("--draft", type=json.loads, metavar="JSON", help="keys of the draft model's config")
     parser.add_argument("--sizes", type=listed(int), default=[1, 16])
     parser.add_argument("--profile", type=listed(int), default=[], metavar="SIZES", help="whose kernels to show")
+    parser.add_argument("--prompts", type=listed(wave), default=[], metavar="WAVES")
     parser.add_argument("--texts", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=64, help="of each text")
     parser.add_argument("options", nargs="*")
@@ -137,6 +174,8 @@ def main() -> None:
         sums(parts.executor)
     with torch.inference_mode(), experts_at_random(parts.executor):
         steps(parts, args.sizes, args.profile)
+    if args.prompts:
+        first_tokens(parts, args.prompts)
     if args.texts:
         begin = time.monotonic()
         found = texts(parts, args.texts, args.tokens)
