@@ -3,9 +3,10 @@
     python benchmarks/gpu_kernels/sums.py [--ranks 2] [--sizes 4096,8192] [--rows 1,4,16,64] [--calls N]
 
 Each line is one sum with a residual, from a graph of 100: as the engine takes it (more rows than are read from
-other GPUs' memory are one of the next two), of what NCCL gathers, in shares by NCCL, and NCCL's own. Before, so many
-sums of changing sizes and values are compared with those that NCCL gathers, to the bit. --seconds: after which all
-processes say where they stand, and end.
+other GPUs' memory are one of those by NCCL), with the norm behind it in the same kernel and in its own, of what
+NCCL gathers, in shares by NCCL, and NCCL's own. Before, so many sums and norms of changing sizes and values are
+compared with those of what NCCL gathers, to the bit. --seconds: after which all processes say where they stand, and
+end.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Device
+from draftwing.ops.fp8.spec import WIDE, Fp8Rows
 from draftwing.parallel.group import Group, Rendezvous, join
-from draftwing.parallel.ranks import Ranks
+from draftwing.parallel.ranks import NextNorm, Ranks
 
 CALLS, TIMES = 100, 5
 RUNS: list[Callable[[], None]] = []  # a pool of memory lasts as long as one of its graphs
@@ -60,11 +62,19 @@ def microseconds(device: Device, fn: Callable[[], object]) -> str:
         return "-"
 
 
+def parts_of(normed: Tensor | Fp8Rows) -> list[Tensor]:
+    if isinstance(normed, Tensor):
+        return [normed]
+    assert normed.x is not None
+    codes, scales = normed.plain()
+    return [normed.x, codes.float(), scales]
+
+
 @torch.inference_mode()
 def compare(group: Group, device: Device, calls: int) -> int:
     """-> how many of the sums were other than they should be"""
     wrong = torch.zeros((), dtype=torch.int64, device=device.device)
-    generator = torch.Generator(device.device).manual_seed(group.rank)
+    generator, same = (torch.Generator(device.device).manual_seed(seed) for seed in (group.rank, 100))
     shapes = [(1, 4096), (64, 8192), (3, 576), (65, 8192), (16, 8192), (300, 8192), (33, 4096), (1024, 8192), (2, 8)]
     ways = group.sum_rows, partial(Ranks.sum_rows, group)
     for call in range(calls):
@@ -72,6 +82,12 @@ def compare(group: Group, device: Device, calls: int) -> int:
         residual = torch.full_like(x, call % 7)
         ours, theirs = (way(x, None, residual, device.ops) for way in ways)
         wrong += (ours != theirs).any()
+        weight = torch.randn(x.shape[1], generator=same, device=device.device).bfloat16()
+        norm = NextNorm(weight, 1e-5, x.shape[1] % WIDE == 0)
+        total, under = group.sum_under(norm, x, None, residual, device.ops)
+        apart = (device.ops.rms_norm_fp8 if norm.quantises else device.ops.rms_norm)(theirs, weight, norm.eps)
+        pairs = [(total, theirs), *zip(parts_of(under), parts_of(apart), strict=True)]
+        wrong += torch.stack([(one != other).any() for one, other in pairs]).any()
     return int(wrong)
 
 
@@ -84,14 +100,17 @@ def work(group: Group, device: Device, args: argparse.Namespace) -> None:
     say(group.title)
     found = group.exchange(str(wrong).encode())
     say(f"{args.calls} sums, other than gathered on each rank: {', '.join(one.decode() for one in found)}")
-    names = "engine", "gathered", "in shares", "all-reduce"
+    names = "engine", "and norm", "norm apart", "gathered", "in shares", "all-reduce"
     say(f"{'rows':>5} {'columns':>8}" + "".join(f"{'us ' + name:>14}" for name in names))
     for size in map(int, args.sizes.split(",")):
         for rows in map(int, args.rows.split(",")):
             x = torch.ones(rows, size, dtype=torch.bfloat16, device=device.device)
             residual = torch.zeros_like(x)
+            norm = NextNorm(torch.ones_like(x[0]), 1e-5, True)
             ways = (
                 partial(group.sum_rows, x, None, residual, device.ops),
+                partial(group.sum_under, norm, x, None, residual, device.ops),
+                partial(Ranks.sum_under, group, norm, x, None, residual, device.ops),
                 partial(Ranks.sum_rows, group, x, None, residual, device.ops),
                 partial(group.sum_in_shares, x, None, residual, device.ops),
                 partial(all_reduce, group, torch.zeros_like(x), residual),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from draftwing.ops.fp8.spec import Fp8Rows
+from draftwing.ops.norms.triton import rms_norm, rms_norm_fp8
 from draftwing.ops.peer_sums import triton as peer_sums
 from draftwing.ops.peer_sums.triton import BLOCKS, SHARED, SLOT, Peers
 from draftwing.ops.table import PLAIN
@@ -38,10 +41,10 @@ class World:
     def sums(self, parts: list[Tensor], bias: Tensor | None, residual: Tensor | None) -> list[Tensor]:
         return self.on_each(parts, lambda peers, part: peer_sums.sum_rows(peers, part, bias, residual))
 
-    def on_each(self, parts: list[Tensor], call: Callable[[Peers, Tensor], Tensor]) -> list[Tensor]:
+    def on_each(self, parts: list[Tensor], call: Callable[[Peers, Tensor], Any], blocks: int = 0) -> list[Any]:
         """A call on each rank, in turn."""
         self.calls += 1
-        blocks = -(-parts[0].numel() // 1024)
+        blocks = blocks or -(-parts[0].numel() // 1024)
         for rank in range(1, len(parts)):
             self.slot(rank, self.calls, parts[rank]).copy_(parts[rank].view(-1))
         found = []
@@ -121,6 +124,36 @@ def test_all_ranks_get_what_each_has_side_by_side(ranks: int, device: torch.devi
         assert all(torch.equal(one, torch.cat(parts, 1)) for one in world.on_each(parts, peer_sums.side_by_side))
         expected = PLAIN.sum_parts(torch.stack(parts), None, None)
         assert all(torch.equal(found, expected) for found in world.sums(parts, None, None))
+
+
+@pytest.mark.further(ranks=[2, 3])
+@pytest.mark.further(wide=True)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("wide", [False, True])
+def test_sums_under_a_norm_have_the_bits_of_both(ranks: int, wide: bool, device: torch.device) -> None:
+    """Between sums, with which they share buffers and signals."""
+    world, generator = World(ranks, device), torch.Generator(device).manual_seed(ranks)
+    for call, (rows, size) in enumerate([(1, 1024), (3, 640), (9, 768), (2, 1536)]):
+        parts = torch.randn(ranks, rows, size, generator=generator, device=device).bfloat16()
+        bias = torch.randn(size, generator=generator, device=device).bfloat16() if call % 2 else None
+        apart = torch.randn(rows, 2 * size, generator=generator, device=device).bfloat16()
+        residual = apart[:, size:] if call > 1 else apart[:, :size].contiguous()
+        weight = torch.randn(size, generator=generator, device=device).to(torch.float32 if wide else torch.bfloat16)
+        expected = world.sums([*parts], bias, residual.contiguous())[0]
+        for norm, quantises in ((rms_norm, False), (rms_norm_fp8, True)):
+            one = norm(expected, weight, 1e-5)
+            known = (one.x, *one.plain()) if isinstance(one, Fp8Rows) else (one,)
+            for total, made in world.on_each(
+                [*parts],
+                lambda *given: peer_sums.sum_under(*given, bias, residual, weight, 1e-5, quantises),  # noqa: B023
+                rows,
+            ):
+                found = (made.x, *made.plain()) if isinstance(made, Fp8Rows) else (made,)
+                assert torch.equal(total, expected) and all(map(equal, found, known)), call
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.float(), other.float())
 
 
 def test_half_types_are_rounded_once(device: torch.device) -> None:

@@ -231,6 +231,34 @@ def test_fused_norms_round_as_separate_ones(tmp_path: Path, dtype: str, weights:
         assert plain[2] == scaled[2] and mixed[2] == scaled_mixed[2], found
 
 
+PEER_NORMS = """
+from draftwing.ops.norms import triton as norms
+from draftwing.ops.peer_sums.triton import Peers, sum_under
+size, its = int(sys.argv[2]), getattr(torch, sys.argv[3])
+x, weight = empty(4, size, dtype=half), empty(size, dtype=its)
+peers = Peers(1, (1 << 40, 1 << 41, 1 << 42, 1 << 43), 1 << 40, empty(4), empty(128))
+norms.rms_norm(x, weight, 1e-5)
+norms.rms_norm_fp8(x, weight, 1e-5)
+for quantises in (False, True):
+    sum_under(peers, x, None, x, weight, 1e-5, quantises)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.further(size=[1024, 4096])
+@pytest.mark.further(weights="float32")
+@pytest.mark.parametrize("size", [1024, 4096, 8192])
+@pytest.mark.parametrize("weights", ["bfloat16", "float32"])
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
+def test_norms_of_sums_over_ranks_have_the_order_of_others(tmp_path: Path, weights: str, size: int) -> None:
+    """A row's sum of squares, and as many products that are rounded with a sum as alone."""
+    found = compiled(PEER_NORMS, tmp_path, 90, str(size), weights, end=ARITHMETIC)
+    layouts = [layout for _, _, _, _, *layout in found]
+    assert len(found) == 4 and len(layouts[0]) == 3 and all(layout == layouts[0] for layout in layouts), found
+    plain, plain_fp8, under, under_fp8 = ([int(count) for count in counts[1:3]] for counts in found)
+    assert under == plain and under_fp8 == plain_fp8, found
+
+
 pytest.importorskip("triton.experimental.gluon")
 COMPILE = """
 import sys

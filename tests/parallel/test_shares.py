@@ -9,11 +9,13 @@ import pytest
 import torch
 from hybrid_models import on_ranks, reference, saved, tokens, whole_logits
 from reference.checkpoints import Checkpoint, llama_target, qwen2_target
+from torch import Tensor
 
 from draftwing.errors import ConfigError
+from draftwing.layers.linear_ops.parallel import NormedSum
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops import make_ops
-from draftwing.parallel.ranks import Absent
+from draftwing.parallel.ranks import Absent, NextNorm, Ranks
 from draftwing.parallel.shares import own_heads, width_share
 
 CPU = torch.device("cpu")
@@ -86,6 +88,27 @@ def test_dense_models_on_four_ranks(tmp_path: Path, case: str) -> None:
     whole = load_model(folder, torch.float32, CPU)
     whole.pack(ops)
     torch.testing.assert_close(on_ranks(folder, ops, ids, size=4), whole_logits(whole, ids), atol=2e-5, rtol=1e-5)
+
+
+def test_sums_are_made_under_the_norms_that_come_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of each layer; the logits are those of two operations."""
+    folder, ids, ops = DENSE["6 heads of 3"]().write(tmp_path), tokens(12), make_ops(CPU)
+    made: list[tuple[int, Tensor]] = []
+    together = Ranks.sum_under
+
+    def noted(self: Ranks, norm: NextNorm, *rest: Any) -> Any:
+        made.append((self.rank, norm.weight))
+        return together(self, norm, *rest)
+
+    monkeypatch.setattr(Ranks, "sum_under", noted)
+    found = on_ranks(folder, ops, ids, size=2)
+    model = load_model(folder, torch.float32, CPU)
+    norms = [norm.weight for layer in model.layers for norm in (layer.attn_norm, layer.mlp_norm)] + [model.norm.weight]
+    for rank in range(2):
+        own = [weight for of, weight in made if of == rank]
+        assert len(own) == len(norms[1:]) and all(map(torch.equal, own, norms[1:]))
+    monkeypatch.setattr(NormedSum, "lead_to", lambda *_: None)
+    assert torch.equal(on_ranks(folder, ops, ids, size=2), found)
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -15,6 +15,7 @@ from draftwing.layers.embedding import LayerEnd
 from draftwing.layers.experts import ExpertMLP, ExpertsBeside
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp
+from draftwing.layers.linear_ops.parallel import NormedSum, RowParallel
 from draftwing.layers.mlp import GatedMLP, UngatedMLP
 from draftwing.layers.norm import RMSNorm, norm_of
 from draftwing.ops.adapters.spec import Added, QueryAdapters
@@ -79,6 +80,43 @@ class DecoderLayer(nn.Module):
         first = mixer.linears()[: mixer.before_attention] if mixer.takes_fp8 else []
         self._quantises = any(linear.takes_fp8 for linear in first), isinstance(mlp, GatedMLP) and mlp.gate_up.takes_fp8
         self._whole = whole_layers(ops, [self.weights()])
+        if self._sums_plainly and (made := self._sum_of_mixer) is not None and self.mlp_norm is not None:
+            made.lead_to(self.mlp_norm.of_next_sum(self._quantises[1]))
+
+    def lead_to(self, norm: RMSNorm | None, quantises: bool) -> None:
+        """Has a sum over ranks that the layer ends with made under this norm, too, which comes next: see `take_normed`.
+        quantises: whether it gives activations in fp8. After `pack`."""
+        if self._sums_plainly and self.end is None and (made := self._sum_of_mlp) is not None:
+            made.lead_to(None if norm is None else norm.of_next_sum(quantises))
+
+    def take_normed(self) -> Tensor | Fp8Rows | None:
+        """Returns what the layer gave under the norm of `lead_to`, once, if its sum was made so."""
+        made = self._sum_of_mlp
+        return None if made is None else made.take()
+
+    @property
+    def first_norm(self) -> tuple[RMSNorm | None, bool]:
+        """Returns the norm before the mixer, and whether it gives activations in fp8."""
+        return self.attn_norm, self._quantises[0]
+
+    @property
+    def _sums_plainly(self) -> bool:
+        """Returns whether what mixer and MLP give is added to the residual stream as it is, one after the other."""
+        others = self.attn_out_norm, self.mlp_out_norm, self.beside
+        apart = self._parallel or self._centred or self._scale != 1 or any(one is not None for one in others)
+        return self._mixes and not apart
+
+    @property
+    def _sum_of_mixer(self) -> NormedSum | None:
+        """Returns the sum over ranks that the mixer ends with."""
+        last = self.mixer.linears()[-1].op if self.mixer.linears() else None
+        return last.sum if isinstance(last, RowParallel) else None
+
+    @property
+    def _sum_of_mlp(self) -> NormedSum | None:
+        if self.mlp is None or isinstance(self.mlp, ExpertMLP):
+            return None if self.mlp is None else self.mlp.sum
+        return self.mlp.down.op.sum if isinstance(self.mlp.down.op, RowParallel) else None
 
     def use(self, ops: LayerOps) -> None:
         """Lets the device add residuals as it does it best; without packing."""
@@ -90,6 +128,9 @@ class DecoderLayer(nn.Module):
     def take_adapters(self, queries: QueryAdapters) -> None:
         """Asks these from now on whether some have adapters, and quantises nothing that adapters read."""
         self._queries, self._quantises = queries, (False, False)
+        for made in (self._sum_of_mixer, self._sum_of_mlp):  # to which adapters add yet
+            if made is not None:
+                made.lead_to(None)
         self._whole = None if self._whole is None else whole_layers(self._ops, [self.weights()])
         mixer, mlp = self.mixer, self.mlp
         if not self._adds_late or not isinstance(mixer, Attention) or not isinstance(mlp, GatedMLP):
@@ -165,14 +206,20 @@ class DecoderLayer(nn.Module):
             queries=self._queries,
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, left: Added | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, left: Added | None = None,
+        under: Tensor | Fp8Rows | None = None,
+    ) -> Tensor:  # fmt: skip
         """x [M, hidden] -> [M, hidden], without what `end` does, nor what `take_left` has; cos, sin [M, 1, head_dim].
-        left: what adapters are still to add to x, after `leave_last` of the layer before."""
+        left: what adapters are still to add to x, after `leave_last` of the layer before. under: x under the first
+        norm, where that layer's `take_normed` had it."""
         if self.attn_norm is None:
             return self.mix(x, x, cos, sin, attend)
         if (out := self._in_one_call(x, None, cos, sin, attend)) is not None:
             return out
-        normed = self.attn_norm.quantised(x) if self._quantises[0] else self.attn_norm.adapted(x, left)
+        normed = under
+        if normed is None:
+            normed = self.attn_norm.quantised(x) if self._quantises[0] else self.attn_norm.adapted(x, left)
         return self._mix(normed, normed if self._normed_residual else x, cos, sin, attend)  # type: ignore[arg-type]
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
@@ -204,7 +251,8 @@ class DecoderLayer(nn.Module):
             x, normed = self._before_mlp(normed, x, cos, sin, attend)
             return norm.of_sum(x, mlp(normed), scale)
         x = self.mix(normed, x, cos, sin, attend)
-        return x, norm(x)
+        under = self.take_normed()
+        return x, norm(x) if under is None else under  # type: ignore[return-value]  # not asked for in fp8
 
     def _before_mlp(
         self, normed: Tensor | Fp8Rows, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
@@ -236,13 +284,15 @@ class DecoderLayer(nn.Module):
         if self._scale != 1:
             x, normed = self._before_mlp(normed, x, cos, sin, attend)
             return self._ops.add_scaled(x, self._ops.add_scaled(self.mlp(normed), None, self._scale))
-        if self._ops.norm_adds_residual:
+        ranks = self._sum_of_mixer
+        if self._ops.norm_adds_residual and (ranks is None or self._queries is not None):
             out = self.mixer(normed, cos, sin, attend)
             left = self.mixer.linears()[-1].take_left() if self._queries is not None else None
             x, normed = norm.quantised_sum(x, out) if quantises else norm.of_adapted_sum(x, out, left)
         else:
             x = self.mixer(normed, cos, sin, attend, residual=x)
-            normed = norm.quantised(x) if quantises else norm(x)
+            under = None if ranks is None else ranks.take()
+            normed = under if under is not None else norm.quantised(x) if quantises else norm(x)
         # Quantised for a `GatedMLP` alone.
         return self.mlp(normed, residual=normed if self._normed_residual else x)  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, Dense, as_dense
 from draftwing.layers.linear_ops.groups import dequantised
-from draftwing.layers.linear_ops.parallel import JoinedOutputs
+from draftwing.layers.linear_ops.parallel import JoinedOutputs, NormedSum
 from draftwing.layers.mlp import GatedMLP, UngatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.ops.experts.routing import ExpertGemm, MixtureWeights, Routed, WholeMixture
@@ -55,6 +55,7 @@ class ExpertMLP(nn.Module):
         self.gate_up = ExpertLinear(size, made, count, experts.bias, dtype, device, form)
         columns = dict(config.inputs).get("experts")
         joins = self._joins = None if columns is None else JoinedOutputs(config.ranks, columns, size)
+        self.sum = NormedSum(config.ranks, PLAIN) if config.ranks.size > 1 and joins is None else None
         sizes = (experts.ffn, size) if joins is None else (joins.inputs, joins.share.size)
         self.down = ExpertLinear(*sizes, count, experts.bias, dtype, device, form)
         self.into, self.back = (
@@ -107,6 +108,8 @@ class ExpertMLP(nn.Module):
         self._ops, self._exact = ops, mode.deterministic
         if self._joins is not None:
             self._joins.use(ops)
+        if self.sum is not None:
+            self.sum.use(ops)
         self._small = not (self.gate_up.keeps_bits_in_large_tiles and self.down.keeps_bits_in_large_tiles)
         if isinstance(self.shared, UngatedMLP):
             self.shared.pack(ops)
@@ -129,16 +132,12 @@ class ExpertMLP(nn.Module):
         """x [M, hidden]; residual [M, hidden] is added; by [M, hidden]: what experts are chosen by, None: x
         -> [M, hidden]"""
         residual = self._with_shared(x, residual)
+        added = residual if self.sum is None else None
         if self.into is not None and self.back is not None:
-            made = self.back(self._own_sum(self.into(x), x, None), None if self._sums else residual)
+            made = self.back(self._own_sum(self.into(x), x, None), added)
         else:
-            made = self._own_sum(x, by, None if self._sums else residual)
-        return self._ranks.sum_rows(made, None, residual, self._ops) if self._sums else made
-
-    @property
-    def _sums(self) -> bool:
-        """Returns whether the result is a sum over ranks."""
-        return self._ranks.size > 1 and self._joins is None
+            made = self._own_sum(x, by, added)
+        return made if self.sum is None else self.sum(made, None, residual)
 
     def _own_sum(self, x: Tensor, by: Tensor | None, residual: Tensor | None) -> Tensor:
         """x [M, size], by [M, hidden] or None, residual [M, size] -> [M, size]: of what this rank has of the experts,

@@ -9,6 +9,7 @@ from draftwing.layers.config import NormConfig
 from draftwing.ops.adapters.spec import Added
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
+from draftwing.parallel.ranks import NextNorm
 
 
 def row_squares(ops: LayerOps, x: Tensor) -> Tensor:
@@ -44,6 +45,10 @@ class RMSNorm(nn.Module):
     def quantised_sum(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Fp8Rows]:
         """x, delta [M, size] -> x + delta, and its norm as `quantised` has it."""
         return self._ops.add_rms_norm_fp8(x, delta, self.weight, self.eps)
+
+    def of_next_sum(self, quantises: bool) -> NextNorm:
+        """Returns itself for sums over ranks that it reads next."""
+        return NextNorm(self.weight, self.eps, quantises)
 
     def adapted(self, x: Tensor, left: Added | None) -> Tensor:
         """x [M, size], to which is added first what adapters left -> its norm"""

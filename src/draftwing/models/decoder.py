@@ -36,6 +36,7 @@ from draftwing.models.towers.base import Tower
 from draftwing.ops.adapters.spec import AdapterWeights, Added, QueryAdapters
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import HeadShape, ImageRows
+from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
 from draftwing.ops.whole_layers.contract import WholeLayers
 from draftwing.parallel.ranks import ALONE, Ranks
@@ -192,6 +193,7 @@ class DecoderModel(nn.Module):
             embeddings = self.per_layer(self._blanked(ids, images), x, self._ops)  # [M, layers, size]
         normed = self._norms[0](x) if self._norms else None
         left: Added | None = None
+        under: Tensor | Fp8Rows | None = None  # x under the norm that comes next
         for i, (layer, rope) in enumerate(zip(self.layers, self._rope_of, strict=True), 1):
             if narrowed is not None and i == self.keepers + 1:
                 at, attend = narrowed
@@ -204,7 +206,11 @@ class DecoderModel(nn.Module):
             if isinstance(layer, StreamedLayer) and layer.ngram is not None:
                 x = layer.ngram(x, ids, attend)
             if normed is None:
-                x = layer(x, cos, sin, attend) if left is None else layer(x, cos, sin, attend, left)
+                more = () if left is None and under is None else (left, under)
+                x = layer(x, cos, sin, attend, *more)
+                under = cast(DecoderLayer, layer).take_normed()
+                if narrowed is not None or images is not None:  # rows are left out or changed before the next norm
+                    under = None
                 left = self._left(layer, x, keeps=i not in aux_layers and narrowed is None and images is None)
             else:
                 x, normed = cast(DecoderLayer, layer).under(self._norms[i], normed, x, cos, sin, attend)
@@ -215,6 +221,7 @@ class DecoderModel(nn.Module):
                 normed = None if normed is None else self._norms[i](x)
             if i in aux_layers:
                 streams[i] = x
+        normed = cast(Tensor | None, under) if normed is None else normed
         last, x = x, self.norm(x) if normed is None else normed
         if self.encoder is not None:
             return self.encoder.pooled(x, attend), None
@@ -383,11 +390,24 @@ class DecoderModel(nn.Module):
             first = [layer.attn_norm or layer.mlp_norm for layer in layers]  # of one that is an MLP alone the second
             if self.config.streams is None and all(first):
                 self._norms = [norm for norm in (*first, self.norm) if isinstance(norm, RMSNorm)]
+        self._lead_sums_to_norms(layers)
         if self.config.experts is not None:
             self._scatter = torch.zeros(1, dtype=torch.int32, device=self.norm.weight.device)
             for part in self.modules():
                 if isinstance(part, ExpertMLP):
                     part.scatter = self._scatter
+
+    def _lead_sums_to_norms(self, layers: Sequence[DecoderLayer]) -> None:
+        """Has sums over ranks that layers end with made together with the norms that come next."""
+        if not isinstance(self.norm, RMSNorm) or self.config.norm.centred:
+            return
+        following: list[tuple[RMSNorm | None, bool]]
+        if self._norms:  # which layers hand on as they are
+            following = [(norm, False) for norm in self._norms[1:]]
+        else:
+            following = [*(layer.first_norm for layer in layers[1:]), (self.norm, False)]
+        for layer, (norm, quantises) in zip(layers, following, strict=True):
+            layer.lead_to(norm, quantises)
 
     def scatter_routes(self, on: bool) -> None:
         """Sends tokens to experts at random from now on, or not: what they give is worth nothing then, and takes the

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.gemm import onednn
 
 _UPLOADED = 64 << 20  # bytes of a matrix that are on their way to a device together
@@ -89,6 +90,13 @@ class PeerSums(Protocol):
     def __call__(self, partial: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor | None:
         """partial [M, n] of this rank, bias [n] and residual [M, n], the same on all -> the bits of `sum_parts` of all
         ranks' parts; None, on all of them, where it takes no such rows. All ranks call it at the same place."""
+        ...
+
+    def under(
+        self, partial: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, quantises: bool
+    ) -> tuple[Tensor, Tensor | Fp8Rows] | None:
+        """Returns the sum, and its norm with these weights [n] as `rms_norm` gives it, or `rms_norm_fp8`; None as for
+        sums."""
         ...
 
     def side_by_side(self, x: Tensor) -> Tensor | None:

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from draftwing.errors import ConfigError, DraftwingError
+from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.runtime import PeerSums
 from draftwing.ops.table import PLAIN, LayerOps
-from draftwing.parallel.ranks import Ranks
+from draftwing.parallel.ranks import NextNorm, Ranks
 
 logger = logging.getLogger("draftwing")
 
@@ -140,6 +141,13 @@ class Group(Ranks):
         if self.size > 2 and partial.nbytes >= LARGE:
             return self.sum_in_shares(partial, bias, residual, ops)
         return super().sum_rows(partial, bias, residual, ops)
+
+    def sum_under(
+        self, norm: NextNorm, partial: Tensor, bias: Tensor | None, residual: Tensor, ops: LayerOps
+    ) -> tuple[Tensor, Tensor | Fp8Rows]:
+        peers = self._peers_of(ops)
+        found = None if peers is None else peers.under(partial, bias, residual, *norm)
+        return super().sum_under(norm, partial, bias, residual, ops) if found is None else found
 
     def gather_side_by_side(self, x: Tensor, ops: LayerOps = PLAIN) -> Tensor:
         peers = self._peers_of(ops)

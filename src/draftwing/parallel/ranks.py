@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
 
 UNITS = 128, 64, 32, 16  # outputs of a matrix that kernels, or a format's groups, want together
@@ -26,6 +27,14 @@ class Share(NamedTuple):
     start: int
     size: int
     whole: int
+
+
+class NextNorm(NamedTuple):
+    """The norm that reads a sum next."""
+
+    weight: Tensor  # [n]
+    eps: float
+    quantises: bool  # whether products behind it want activations in fp8
 
 
 class Ranks(ABC):
@@ -49,6 +58,14 @@ class Ranks(ABC):
         """partial [M, n] of each rank, bias [n] and residual [M, n], the same on all -> their sum [M, n], taken in
         float32 and rounded once. ops: of the device."""
         return ops.sum_parts(self.gather(partial), bias, residual)
+
+    def sum_under(
+        self, norm: NextNorm, partial: Tensor, bias: Tensor | None, residual: Tensor, ops: LayerOps
+    ) -> tuple[Tensor, Tensor | Fp8Rows]:
+        """Returns `sum_rows`, and the norm of it, to the bit the same in one kernel or in two. residual: rows may be
+        apart."""
+        total = self.sum_rows(partial, bias, residual.contiguous(), ops)
+        return total, (ops.rms_norm_fp8 if norm.quantises else ops.rms_norm)(total, norm.weight, norm.eps)
 
     def sum_in_shares(self, partial: Tensor, bias: Tensor | None, residual: Tensor | None, ops: LayerOps) -> Tensor:
         """Sums as `sum_rows` does, to the bit: every rank sums a share of the rows, and all gather these. That is two

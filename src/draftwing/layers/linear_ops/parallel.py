@@ -17,7 +17,7 @@ from draftwing.layers.linear_ops.base import LinearOp
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
 from draftwing.parallel.columns import Columns, every_rank, places
-from draftwing.parallel.ranks import Ranks
+from draftwing.parallel.ranks import NextNorm, Ranks
 
 
 class _Parallel(LinearOp):
@@ -44,12 +44,40 @@ class _Parallel(LinearOp):
         return self._op.dense_weight()
 
 
+class NormedSum:
+    """Sums over ranks, made together with the norm that reads them next where that is known."""
+
+    def __init__(self, ranks: Ranks, ops: LayerOps) -> None:
+        self._ranks, self._ops = ranks, ops
+        self._norm: NextNorm | None = None
+        self._under: Tensor | Fp8Rows | None = None
+
+    def use(self, ops: LayerOps) -> None:
+        self._ops = ops
+
+    def lead_to(self, norm: NextNorm | None) -> None:
+        """Makes sums with a residual under this norm, too, from now on; with None no longer."""
+        self._norm = norm
+
+    def __call__(self, partial: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        if self._norm is None or residual is None:
+            return self._ranks.sum_rows(partial, bias, residual, self._ops)
+        total, self._under = self._ranks.sum_under(self._norm, partial, bias, residual, self._ops)
+        return total
+
+    def take(self) -> Tensor | Fp8Rows | None:
+        """Returns the last sum under the norm, once."""
+        under, self._under = self._under, None
+        return under
+
+
 class RowParallel(_Parallel):
     """Inputs are spread: every rank has columns of the weight, and outputs are sums over the ranks."""
 
     def __init__(self, op: LinearOp, ops: LayerOps, ranks: Ranks) -> None:
         super().__init__(op, ops, ranks)
         self.takes_fp8 = op.takes_fp8
+        self.sum = NormedSum(ranks, ops)
 
     @property
     def sums_over(self) -> Ranks:
@@ -59,7 +87,7 @@ class RowParallel(_Parallel):
         self, x: Tensor | Fp8Rows, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor:
         made = self._op(x, None)  # type: ignore[arg-type]  # quantised where that `takes_fp8`
-        return self._ranks.sum_rows(made, bias, residual, self._ops)
+        return self.sum(made, bias, residual)
 
 
 class VocabParallel(_Parallel):

@@ -25,7 +25,7 @@ _LONGEST = 4096  # elements of rows to which what adapters left is added
 
 
 @triton.jit
-def _normed(x, weight, SIZE: tl.constexpr, EPS: tl.constexpr):
+def normed(x, weight, SIZE: tl.constexpr, EPS: tl.constexpr):
     """x, weight [ROWS, BLOCK] float32, zero past SIZE -> the same, normed; rounded once when it is stored, as
     torch's own kernel does."""
     mean = tl.sum(x * x, 1) / SIZE
@@ -72,7 +72,7 @@ def _rms_norm_kernel(
     row64 = row.to(tl.int64)
     source = (row64 // INNER) * x_outer + (row64 % INNER) * x_inner
     value = tl.load(x + source[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    result = _normed(value, w[None, :], SIZE, EPS).to(out.dtype.element_ty)
+    result = normed(value, w[None, :], SIZE, EPS).to(out.dtype.element_ty)
     tl.store(out + row64[:, None] * SIZE + col[None, :], result, mask=mask)
     if codes is not None:
         store_rows_fp8(codes, scales, result.to(tl.float32), tl.program_id(0) * ROWS, rows, padded, SIZE, ROWS, BLOCK)
@@ -123,7 +123,7 @@ def _add_rms_norm_kernel(
         b = rounded_product(b, SCALE).to(delta.dtype.element_ty).to(tl.float32)
     stream = (a + b).to(total.dtype.element_ty)
     tl.store(total + row64 * SIZE + col[None, :], stream, mask=mask)
-    result = _normed(stream.to(tl.float32), w[None, :], SIZE, EPS).to(out.dtype.element_ty)
+    result = normed(stream.to(tl.float32), w[None, :], SIZE, EPS).to(out.dtype.element_ty)
     tl.store(out + row64 * SIZE + col[None, :], result, mask=mask)
     if codes is not None:
         store_rows_fp8(codes, scales, result.to(tl.float32), tl.program_id(0) * ROWS, rows, padded, SIZE, ROWS, BLOCK)
@@ -169,7 +169,7 @@ def _fuse_kernel(
             first = tl.load(positions + row64, mask=there, other=0) == 0
             x = tl.where(first[:, None], 0.0, x)
         if NORM:
-            x = _normed(x, w[None, :], SIZE, EPS)
+            x = normed(x, w[None, :], SIZE, EPS)
         tl.store(target + TOKEN_AT, x.to(dtype), mask=mask)
     else:
         if NORM:
@@ -177,11 +177,11 @@ def _fuse_kernel(
         start(PDL)
         x = tl.load(feature + row64[:, None] * feature_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
         if NORM:
-            x = _normed(x, w[None, :], SIZE, EPS)
+            x = normed(x, w[None, :], SIZE, EPS)
         tl.store(target + FEATURE_AT, x.to(dtype), mask=mask)
 
 
-def _row_blocks(size: int) -> tuple[int, int, int]:
+def row_blocks(size: int) -> tuple[int, int, int]:
     """(rows per program, padded size of a row, warps), by the size of a row alone."""
     block = triton.next_power_of_2(size)
     rows = max(1, _SHORT // block)
@@ -191,7 +191,7 @@ def _row_blocks(size: int) -> tuple[int, int, int]:
 def warps_of_row(size: int, itemsize: int) -> int:
     """Returns warps of a program of one row whose norm is to have `rms_norm`'s bits: as many as a row has there, whose
     threads take 16 bytes at a time. Shorter rows than a warp takes may have others."""
-    rows, block, warps = _row_blocks(size)
+    rows, block, warps = row_blocks(size)
     return warps if rows == 1 else min(max(block * itemsize // 512, 1), warps)
 
 
@@ -205,7 +205,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, left: Added | None = None) -
 
 def may_add(size: int) -> bool:
     """Returns whether norms of rows of this size add what adapters left: threads have registers for the factors."""
-    rows, block, _ = _row_blocks(size)
+    rows, block, _ = row_blocks(size)
     return rows == 1 and CHUNK <= block <= _LONGEST
 
 
@@ -231,7 +231,7 @@ def _rms_norm(out: Out, x: Tensor, weight: Tensor, eps: float, left: Added | Non
     rows = x.shape[0] * inner
     if rows == 0:
         return out
-    per_program, block, warps = _row_blocks(size)
+    per_program, block, warps = row_blocks(size)
     _rms_norm_kernel[(triton.cdiv(rows, per_program),)](
         *parts_of(out), x, weight, rows, x.stride(0), x_inner, **_late(left, block),
         INNER=inner, SIZE=size, EPS=eps, ROWS=per_program, BLOCK=block, num_warps=warps, **launch_options(x.device),
@@ -262,7 +262,7 @@ def _add_rms_norm(
     total = _like(x)
     if rows == 0:
         return total, out
-    per_program, block, warps = _row_blocks(size)
+    per_program, block, warps = row_blocks(size)
     _add_rms_norm_kernel[(triton.cdiv(rows, per_program),)](
         total, *parts_of(out), x, delta, weight, rows, x.stride(0), delta.stride(0), **_late(left, block),
         SIZE=size, EPS=eps, SCALE=scale, ROWS=per_program, BLOCK=block, num_warps=warps, **launch_options(x.device),
@@ -295,7 +295,7 @@ def fuse_inputs(
         return out
     # No tensor twice, which torch's compiler does not take.
     token_weight, feature_weight = norms or (None, None)
-    per_program, block, warps = _row_blocks(size)
+    per_program, block, warps = row_blocks(size)
     _fuse_kernel[(triton.cdiv(rows, per_program), 2)](
         out, ids, table, feature, feature.stride(0), token_weight, feature_weight, positions, rows,
         SIZE=size, EPS=eps, NORM=norms is not None, BLANK_FIRST=positions is not None,

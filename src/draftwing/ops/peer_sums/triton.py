@@ -1,6 +1,6 @@
 """Sums over ranks, by one kernel that reads the other GPUs' memory: of few rows each rank adds all (one-shot
-all-reduce), of more a share, and reads what the others added (two-shot). And what all ranks have of few rows, side by
-side.
+all-reduce), of more a share, and reads what the others added (two-shot). Of few rows with the norm behind them, or not
+added, but side by side.
 
 Each rank writes its part into memory of its own that the others map, signals that, waits until all have signalled, and
 adds all parts itself, in float32 in the order of the ranks: the bits are those of `sum_parts`, on every rank and for
@@ -26,6 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwing.ops.fp8.spec import Fp8Rows
+from draftwing.ops.fp8.triton import empty_rows, parts_of, store_rows_fp8
+from draftwing.ops.norms.triton import normed, row_blocks
 from draftwing.ops.peer_sums.memory import Exchange, PeerMemory
 from draftwing.ops.triton.common import lanes, launch_options, start
 
@@ -131,6 +134,51 @@ def _peer_sum_kernel(
     _count(calls, block, call, BLOCKS)
 
 
+@triton.jit(do_not_specialize=["rows", "padded"])
+def _peer_norm_kernel(
+    total, out, codes, scales, padded, weight, rows, stride, partial, bias, residual, buffers, inbox, outbox, calls,
+    SIZE: tl.constexpr, EPS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
+    BLOCKS: tl.constexpr, SLOT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A row of `_peer_sum_kernel`, and its norm. Tiles are those of `_rms_norm_kernel`, whose bits it has. stride: of
+    the residual's rows."""
+    row = tl.program_id(0)
+    col = tl.arange(0, BLOCK)[None, :]
+    mask = col < SIZE
+    at = row * SIZE + col
+    lane = tl.arange(0, LANES)
+    others = (lane < RANKS) & (lane != RANK)
+    theirs = tl.load(outbox + lane, mask=others, other=0).to(tl.pointer_type(tl.int64)) + row
+    ours = inbox.to(tl.pointer_type(tl.int64)) + lane * BLOCKS + row
+    w = tl.load(weight + col, mask=mask, other=0.0).to(tl.float32)  # no kernel writes weights, nor biases
+    start(PDL)
+    call = tl.load(calls + row) + 1
+    dtype = total.dtype.element_ty
+    slot = (call % 2) * SLOT
+    part = tl.load(partial + at, mask=mask, other=0.0)
+    tl.store(tl.multiple_of(buffers[RANK].to(tl.pointer_type(dtype)) + slot, 16) + at, part, mask=mask)
+    rest = tl.load(residual + row * stride + col, mask=mask, other=0.0).to(tl.float32)
+    _meet(theirs, ours, others, call, LANES)
+
+    result = tl.zeros([1, BLOCK], tl.float32)
+    for rank in tl.static_range(RANKS):
+        value = part
+        if rank != RANK:
+            there = tl.multiple_of(buffers[rank].to(tl.pointer_type(dtype)) + slot, 16)
+            value = tl.load(there + at, mask=mask, other=0.0, cache_modifier=".cg")
+        result = value.to(tl.float32) if rank == 0 else result + value.to(tl.float32)
+    if BIAS:
+        result += tl.load(bias + col, mask=mask, other=0.0).to(tl.float32)
+    stream = (result + rest).to(dtype)
+    tl.store(total + at, stream, mask=mask)
+    under = normed(stream.to(tl.float32), w, SIZE, EPS).to(dtype)
+    tl.store(out + at, under, mask=mask)
+    if codes is not None:
+        store_rows_fp8(codes, scales, under.to(tl.float32), row, rows, padded, SIZE, 1, BLOCK)
+    _count(calls, row, call, BLOCKS)
+
+
 @triton.jit(do_not_specialize=["eighths", "tiles"])
 def _peer_share_kernel(
     out, partial, bias, residual, buffers, inbox, outbox, calls, eighths, tiles,
@@ -208,6 +256,30 @@ def sum_rows(peers: Peers, partial: Tensor, bias: Tensor | None, residual: Tenso
     return out
 
 
+def takes_norm(partial: Tensor) -> bool:
+    """Returns whether sums of such parts are made with the norm behind them: rows of which a program has one."""
+    rows, size = partial.shape
+    return takes_few(partial) and rows <= BLOCKS and size % 16 == 0 and row_blocks(size)[0] == 1
+
+
+def sum_under(
+    peers: Peers, partial: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, quantises: bool
+) -> tuple[Tensor, Tensor | Fp8Rows]:
+    """Returns `sum_rows` of such parts as `takes_norm` takes, and `rms_norm` of it, weight [n], or `rms_norm_fp8`: all
+    of their bits."""
+    assert takes_norm(partial) and residual.stride(1) == 1
+    total, out = torch.empty_like(partial), torch.empty_like(partial)
+    under = empty_rows(partial.shape, partial.device, out) if quantises else out
+    rows, size = partial.shape
+    _, block, warps = row_blocks(size)
+    tensors, same = _arguments(peers, total, partial, bias, residual)
+    _peer_norm_kernel[(rows,)](
+        total, *parts_of(under), weight, rows, residual.stride(0), *tensors[1:], EPS=eps,
+        SLOT=SLOT // partial.itemsize, BLOCK=block, num_warps=warps, **same,
+    )  # fmt: skip
+    return total, under
+
+
 def side_by_side(peers: Peers, x: Tensor) -> Tensor:
     """x [M, n] of this rank, such that `takes_few` -> [M, ranks * n], in the order of the ranks. All ranks call it at
     the same place."""
@@ -241,7 +313,7 @@ def _arguments(
 
 
 class PeerSums:
-    """`sum_rows` and `side_by_side` with the memory that they need."""
+    """`sum_rows`, `sum_under` and `side_by_side` with the memory that they need."""
 
     def __init__(self, rank: int, ranks: int, exchange: Exchange, device: torch.device) -> None:
         """All ranks make theirs together. Raises NoPeers as `PeerMemory` does."""
@@ -253,6 +325,13 @@ class PeerSums:
         if not takes(partial) or not (residual is None or residual.is_contiguous()):
             return None
         return sum_rows(self._peers, partial, bias, residual)
+
+    def under(
+        self, partial: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, quantises: bool
+    ) -> tuple[Tensor, Tensor | Fp8Rows] | None:
+        if not takes_norm(partial) or residual.stride(1) != 1:
+            return None
+        return sum_under(self._peers, partial, bias, residual, weight, eps, quantises)
 
     def side_by_side(self, x: Tensor) -> Tensor | None:
         return side_by_side(self._peers, x) if takes_few(x) else None
