@@ -41,8 +41,7 @@ INLINE void dots(const Adapted *a, const void *x, int64_t x_at, int64_t at, cons
     for (int64_t k = 0; k < inputs; k += LANES) {
         const int64_t n = inputs - k;
         const Parted value = {.f = load(x, x_at + k, n, half)};
-#pragma GCC unroll 8
-        for (int i = 0; i < count; i++) {
+        EACH(i, count) {
             const Parted w = {.f = load(a->down, (at + i) * inputs + k, n, small)};
             EACH_REGISTER sums[i][c] = fused(value.floats[c], w.floats[c], sums[i][c]);
         }
@@ -66,9 +65,7 @@ static void some_dots(const Adapted *a, const void *x, int64_t x_at, int64_t slo
     if (left <= 0) return;
     const int64_t count = left < DOTS ? left : DOTS;
     float *to = between + slice * a->rank + first;
-    if (half) any_dots(a, x, x_at, at, count, a->scales[mine], to, 1, 1);
-    else if (a->type) any_dots(a, x, x_at, at, count, a->scales[mine], to, 0, 1);
-    else any_dots(a, x, x_at, at, count, a->scales[mine], to, 0, 0);
+    BY_HALVES(half, a->type, any_dots, a, x, x_at, at, count, a->scales[mine], to);
 }
 
 /* `vectors` of outputs, from `o` on, of which `n` are there. */
@@ -77,8 +74,7 @@ INLINE void add_vectors(const Adapted *a, void *y, int64_t y_at, int64_t slot, c
     pf sums[WIDE][REGISTERS] = {0};
     for (int64_t i = 0; i < rank; i++) {
         const Parted by = {.f = splat(u[i])};
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) {
+        EACH(v, vectors) {
             const int64_t at = v * LANES;
             const Parted w = {.f = load(a->up, (slot * a->rank + i) * a->outputs + o + at, n - at, small)};
             EACH_REGISTER sums[v][c] = fused(by.floats[c], w.floats[c], sums[v][c]);
@@ -107,9 +103,7 @@ static void add_some(const Adapted *a, void *y, int64_t y_at, int64_t slot, cons
     for (int64_t slice = 0, begin = 0; slice < a->slices; begin = a->ends[slice++]) {
         const int64_t end = last < a->ends[slice] ? last : a->ends[slice], from = first > begin ? first : begin;
         if (from >= end) continue;
-        if (half) add(a, y, y_at, slot, slice, between, from, end, 1, 1);
-        else if (a->type) add(a, y, y_at, slot, slice, between, from, end, 0, 1);
-        else add(a, y, y_at, slot, slice, between, from, end, 0, 0);
+        BY_HALVES(half, a->type, add, a, y, y_at, slot, slice, between, from, end);
     }
 }
 
@@ -213,9 +207,7 @@ static void adapters(int64_t *n) {
     if (of->type == IN_8_BITS)
         j->rounded = rounded_at((char *)j->small + adapter_bytes(of, j->rows), j->rows, of->inputs);
     const int64_t work = j->rows * of->rank * (of->slices * of->inputs + of->outputs);
-    RELEASE_GIL
-    run_team(some_adapters, j, &j->team, work < FEW ? NULL : j->workers);
-    TAKE_GIL
+    run_team_unlocked(some_adapters, j, &j->team, work < FEW ? NULL : j->workers);
 }
 
 /* out [rows * each], table, rows, count, each: the table's number of each row, so many times */

@@ -13,11 +13,8 @@
 void round_sums(Sixteen *to, const float *sums) {
     const vf magic = splat(12582912.0f), u = loadf(sums); /* as `round_blocks` has it */
     const vi sizes = (vi)u & 0x7fffffff;
-    const int32_t size = largest_of(sizes, sizes);
-    float most;
-    memcpy(&most, &size, sizeof most);
-    const int lost = size >= 0x7f800000;
-    const float scale = lost ? NAN : most / 127, inverse = scale >= SMALLEST ? 1 / scale : 0;
+    float scale, inverse;
+    const int lost = scale_of(largest_of(sizes, sizes), &scale, &inverse);
     vi q = (vi)(u * splat(inverse) + magic) - (vi)magic;
     if (lost) q = (vi){0};
     const byte_half bytes = bytes_of(q);
@@ -133,8 +130,7 @@ void up_8_bits(const Adapted *a, const int64_t *slots, const Sixteen *small, int
             const Sixteen *u = small + slice * each * rows + row;
             char *to_row = (char *)y + row * y_stride * (half ? 2 : 4);
             if (o >= stop || !blocks) continue;
-            if (half) add_rows(at, panel, u, rows, blocks, o, stop, to_row, y_stride, end - row, 1);
-            else add_rows(at, panel, u, rows, blocks, o, stop, to_row, y_stride, end - row, 0);
+            BY_HALF(half, add_rows, at, panel, u, rows, blocks, o, stop, to_row, y_stride, end - row);
         }
     }
 }

@@ -521,14 +521,12 @@ static void attend(int64_t *n) {
     Attention *a = (Attention *)n;
     const Batch *b = &a->batch;
     int64_t pairs = 0; /* of queries and keys */
-    RELEASE_GIL
     lay_out(a);
     attend_anew(a);
     for (int64_t i = 0; i < b->count; i++)
         pairs += b->spans ? b->spans[4 * i + 3] * (b->spans[4 * i + 2] + b->spans[4 * i + 3] / 2)
                           : b->nodes * (b->prefix[i] + b->depth / 2);
-    run(some_units, a, a->workers, pairs * a->heads * a->padded / 14000);
-    TAKE_GIL
+    run_unlocked(some_units, a, a->workers, pairs * a->heads * a->padded / 14000);
 }
 
 Function attention_functions[] = {

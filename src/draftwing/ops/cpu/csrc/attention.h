@@ -1,13 +1,12 @@
 /* What attention.c and attention_int8.c share: a tile of queries with one head of keys, and how its keys are turned. */
 
 #pragma once
-#include "cpu.h"
+#include "sums.h"
 
 #define CHUNK 256      /* positions that have one maximum */
 #define BLOCK 64       /* keys that are turned together */
 #define TILE_ROWS 96   /* query heads of a tile, unless one query has more */
 #define FEW_ROWS 12    /* a tile has so many at least where units are too few */
-#define TALL 6         /* rows whose sums registers have room for */
 #define UNITS 4        /* of a thread, so that all end at about the same time */
 #define TICKETS 1024   /* tiles that may be several units */
 #define BLOCK_LINES 48 /* of what is read next, fetched with a block of keys */
@@ -16,31 +15,20 @@
 #define PREFETCH_CHUNKS 4 /* of a tile, on average: the first of a unit is fetched by nobody; not swept */
 #define LD (CHUNK + LANES) /* between rows of scores: powers of two would have them share a few cache lines */
 #define NONE (-INFINITY)
-#if defined(__AVX512BF16__)
-#define HAS_PAIRS 1 /* whether an instruction adds the two products of pairs of bfloat16 */
-#else
-#define HAS_PAIRS 0
-#endif
 
-/* Registers of keys in a sum of scores, and of values: of 32 registers, or 16, one part is not for sums. Lines that are
-   prefetched while words are turned, and in a turn of scores and of values: about as many as memory has meanwhile. */
+/* Registers of values in a sum, as of keys (sums.h); lines that are prefetched while words are turned, and in a turn of
+   values. */
 #if PART == 16
-#define SCORE_PARTS(rows) 4
 #define VALUE_PARTS(rows) 4
 #define STAGE_LINES 8
-#define SCORE_LINES 2
 #define VALUE_LINES 4
 #elif PART == 8
-#define SCORE_PARTS(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
 #define VALUE_PARTS(rows) ((rows) <= 3 ? 4 : 2)
 #define STAGE_LINES 2
-#define SCORE_LINES 1
 #define VALUE_LINES 1
 #else
-#define SCORE_PARTS(rows) ((rows) <= 3 ? 8 : 4)
 #define VALUE_PARTS(rows) 4
 #define STAGE_LINES 1
-#define SCORE_LINES 1
 #define VALUE_LINES 1
 #endif
 
@@ -49,14 +37,6 @@
 typedef struct {
     float *tops, *sums, *values; /* [rows, up to 16s], the same, [rows, padded] */
 } Parts;
-
-/* What the next chunk reads where it lies in one piece, keys and values of all heads: it is fetched from beginning to
-   end while this chunk is computed, some of it in each turn of the innermost loops. CPUs drop fetches of which too many
-   are on their way, and a head's own pieces, which others lie between, are read at a third of the speed. */
-typedef struct {
-    const char *at, *end;
-    int64_t step, lines; /* step: bytes from a line to the next; lines: that were, which tells the next step */
-} Prefetch;
 
 typedef struct {
     const Attention *a;
@@ -101,8 +81,7 @@ typedef struct {
    the first cache has room for a few of them only. */
 INLINE void turn_words(pu *to, const char *const *at, int64_t byte) {
     pu v[PART], zipped[PART];
-#pragma GCC unroll 16
-    for (int j = 0; j < PART; j++) memcpy(&v[j], at[j] + byte, sizeof v[j]);
+    EACH(j, PART) memcpy(&v[j], at[j] + byte, sizeof v[j]);
 #pragma GCC unroll 8
     for (int j = 0; j < PART; j += 2) zipped[j] = ZIP(v[j], v[j + 1], 0), zipped[j + 1] = ZIP(v[j], v[j + 1], 1);
 #pragma GCC unroll 4
@@ -110,8 +89,7 @@ INLINE void turn_words(pu *to, const char *const *at, int64_t byte) {
         v[j] = PAIRS(zipped[j], zipped[j + 2], 0), v[j + 1] = PAIRS(zipped[j], zipped[j + 2], 1);
         v[j + 2] = PAIRS(zipped[j + 1], zipped[j + 3], 0), v[j + 3] = PAIRS(zipped[j + 1], zipped[j + 3], 1);
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
+    EACH(i, 4) {
 #if PART == 16
         const pu a = JOINED_128(v[i], v[4 + i], 0, 1), b = JOINED_128(v[i], v[4 + i], 2, 3);
         const pu c = JOINED_128(v[8 + i], v[12 + i], 0, 1), d = JOINED_128(v[8 + i], v[12 + i], 2, 3);
@@ -126,12 +104,6 @@ INLINE void turn_words(pu *to, const char *const *at, int64_t byte) {
 }
 INLINE void bring(const char *at, int64_t bytes) {
     for (int64_t c = 0; c < bytes; c += 64) __builtin_prefetch(at + c, 0, 2);
-}
-/* In a turn: where the next one goes on. */
-INLINE const char *prefetch_turn(const char *at, const Prefetch *p, const int lines) {
-#pragma GCC unroll 8
-    for (int i = 0; i < lines; i++) __builtin_prefetch(at + 64 * i, 0, 2);
-    return at < p->end ? at + lines * p->step : at;
 }
 /* Of a key or a value. */
 INLINE int64_t row_bytes(const Attention *a) {

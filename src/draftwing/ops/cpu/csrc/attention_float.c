@@ -14,31 +14,6 @@
 
 /* -- scores -------------------------------------------------------------------------------------------------------- */
 
-/* sum + the two products of bfloat16 in each lane. */
-#if HAS_PAIRS
-INLINE pf fused_pairs(pf x, pf y, pf sum) {
-    return (pf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
-}
-INLINE pf splat_word(const float *p) {
-    int32_t word;
-    memcpy(&word, p, sizeof word);
-    return (pf)_mm512_set1_epi32(word);
-}
-#else
-INLINE pf fused_pairs(pf x, pf y, pf sum) { return sum; } /* nothing calls it */
-INLINE pf splat_word(const float *p) { return *p - (pf){0}; }
-#endif
-#if defined(__aarch64__)
-/* x * y + z with zeros for numbers that are small when they are rounded. Of numbers 2^60 times as large none is: 2^-66
-   is what becomes 2^-126. */
-INLINE pf fused_late(pf x, pf y, pf z) {
-    const pf up = 0x1p30f - (pf){0}, sum = fused(x, y, z), large = fused(x * up, y * up, z * up * up);
-    const pi least = (pi)(((pu)large & 0x7fffffff) == 61u << 23);
-    return (pf)((least & (pi)((pu)large - (60u << 23))) | (~least & (pi)sum));
-}
-#else
-INLINE pf fused_late(pf x, pf y, pf z) { return fused(x, y, z); }
-#endif
 INLINE void put(float *to, pu bits) { memcpy(to, &bits, sizeof bits); }
 
 /* Words of a row of queries or keys. */
@@ -71,8 +46,7 @@ INLINE void turn(Prefetch *next, float *to, const char *const *at, int64_t words
             next->lines += STAGE_LINES;
         }
         turn_words(word, at, 4 * first);
-#pragma GCC unroll 16
-        for (int i = 0; i < PART; i++)
+        EACH(i, PART)
             if (i >= words - first) break;
             else if (halves) {
                 put(to + (first + i) * 2 * BLOCK, word[i] & 0xffff0000u);
@@ -90,37 +64,12 @@ void stage_keys_float(const Tile *t, int64_t first, const char *const *at) {
     else turn(t->prefetch, t->keys + first, at, words, bytes, 0);
 }
 
-enum { ONE, TWO, LATE }; /* products that are added at once; LATE: one, by `fused_late` */
-INLINE pf added(pf x, pf y, pf sum, const int how) {
-    return how == TWO ? fused_pairs(x, y, sum) : how == LATE ? fused_late(x, y, sum) : fused(x, y, sum);
-}
 /* scores[r][j] = q[r] . key j: `rows` rows, `parts` registers of keys. */
 INLINE void score_part(Prefetch *next, const float *q, int64_t padded, const float *keys, int64_t steps, float *scores,
                        int64_t ld, const int how, const int rows, const int parts) {
-    const char *ahead = next->at;
     pf sum[TALL][8];
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int c = 0; c < parts; c++) sum[r][c] = (pf){0};
-    for (int64_t i = 0; i < steps; i++) {
-        pf key[8];
-        ahead = prefetch_turn(ahead, next, SCORE_LINES);
-#pragma GCC unroll 8
-        for (int c = 0; c < parts; c++) key[c] = part_at(keys + i * BLOCK + c * PART);
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            const pf x = splat_word(q + r * padded + i);
-#pragma GCC unroll 8
-            for (int c = 0; c < parts; c++) sum[r][c] = added(x, key[c], sum[r][c], how);
-        }
-    }
-    next->at = ahead;
-    next->lines += SCORE_LINES * steps;
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int c = 0; c < parts; c++) memcpy(scores + r * ld + c * PART, &sum[r][c], sizeof sum[r][c]);
+    sum_products(sum, q, padded, keys, BLOCK, steps, how, 0, rows, parts, next, 1);
+    EACH(r, rows) EACH(c, parts) memcpy(scores + r * ld + c * PART, &sum[r][c], sizeof sum[r][c]);
 }
 /* Of `count` keys, up to whole registers, perhaps several. */
 INLINE void score_rows(Prefetch *next, const float *q, int64_t padded, const float *keys, int64_t steps, float *scores,
@@ -131,20 +80,18 @@ INLINE void score_rows(Prefetch *next, const float *q, int64_t padded, const flo
     for (; j < count; j += LANES) score_part(next, q, padded, keys + j, steps, scores + j, ld, how, rows, REGISTERS);
 }
 void score_block_float(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count) {
-    const int64_t padded = t->a->padded, turns = (end - from + TALL - 1) / TALL;
-    const int64_t steps = words_of(t->a) * (one_by_one(t->a) ? 2 : 1);
+    const int64_t padded = t->a->padded, steps = words_of(t->a) * (one_by_one(t->a) ? 2 : 1);
     const int pairs = in_pairs(t->a);
     for (int64_t r = from; t->late && r < end; r++)
         score_rows(t->prefetch, t->q + r * padded, padded, t->keys, steps, scores + r * ld, ld, count, LATE, 1);
-    for (int64_t turn = 0, r = from; turn < turns && !t->late; turn++) {
-        const int64_t rows = (end - r + turns - turn - 1) / (turns - turn);
+    if (t->late) return;
+    EACH_ROWS(r, rows, from, end) {
         const float *q = t->q + r * padded;
         float *to = scores + r * ld;
 #define SCORE_ROWS(n) \
     if (pairs) score_rows(t->prefetch, q, padded, t->keys, steps, to, ld, count, TWO, n); \
     else score_rows(t->prefetch, q, padded, t->keys, steps, to, ld, count, ONE, n)
         BY_ROWS(rows, SCORE_ROWS)
-        r += rows;
     }
 }
 
@@ -154,11 +101,6 @@ void score_block_float(const Tile *t, int64_t from, int64_t end, float *scores, 
    these from the pool or as they were staged. */
 enum { FLOATS, HALVES, PAIRS, STAGED_PAIRS };
 
-INLINE pf halves_at(const char *row, int64_t c) {
-    ph some;
-    memcpy(&some, row + 2 * c, sizeof some);
-    return (pf)(wider(some) << 16);
-}
 /* Elements of two rows as words. */
 INLINE pf pairs_at(const char *first, const char *second, int64_t c) {
 #if HAS_PAIRS
@@ -181,7 +123,7 @@ typedef struct {
 INLINE pf elements(const Values *v, int64_t j, int64_t c, const int kind) {
     if (kind == PAIRS) return pairs_at(v->at[2 * j] + v->byte, v->at[2 * j + 1] + v->byte, c);
     if (kind == STAGED_PAIRS) return part_at((const float *)v->at[2 * j] + c);
-    if (kind == HALVES) return halves_at(v->at[j] + v->byte, c);
+    if (kind == HALVES) return halves_at(v->at[j] + v->byte + 2 * c);
     return part_at((const float *)(v->at[j] + v->byte) + c);
 }
 /* to[r] += weights[r][j] * value j for j in [from, end), one by one or pair by pair: `rows` rows, `parts` registers of
@@ -192,42 +134,30 @@ INLINE void value_part(float *to, int64_t padded, const float *weights, const Va
     Prefetch *prefetch = v->prefetch;
     const char *ahead = prefetch->at;
     pf sum[TALL][4];
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int i = 0; i < parts; i++) sum[r][i] = part_at(to + r * padded + c + i * PART);
+    EACH(r, rows) EACH(i, parts) sum[r][i] = part_at(to + r * padded + c + i * PART);
     for (int64_t j = from; j < end; j++) {
         ahead = prefetch_turn(ahead, prefetch, VALUE_LINES);
         if (after && kind >= PAIRS) bring(after[2 * j], v->bytes), bring(after[2 * j + 1], v->bytes);
         else if (after) bring(after[j], v->bytes);
         if (rows <= parts) { /* the fewer of the two stay in registers */
             pf weight[4];
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) weight[r] = splat_word(weights + r * LD + j);
-#pragma GCC unroll 4
-            for (int i = 0; i < parts; i++) {
+            EACH(r, rows) weight[r] = splat_word(weights + r * LD + j);
+            EACH(i, parts) {
                 const pf value = elements(v, j, c + i * PART, kind);
-#pragma GCC unroll 4
-                for (int r = 0; r < rows; r++) sum[r][i] = added(weight[r], value, sum[r][i], how);
+                EACH(r, rows) sum[r][i] = added(weight[r], value, sum[r][i], how);
             }
             continue;
         }
         pf value[4];
-#pragma GCC unroll 4
-        for (int i = 0; i < parts; i++) value[i] = elements(v, j, c + i * PART, kind);
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
+        EACH(i, parts) value[i] = elements(v, j, c + i * PART, kind);
+        EACH(r, rows) {
             const pf x = splat_word(weights + r * LD + j);
-#pragma GCC unroll 4
-            for (int i = 0; i < parts; i++) sum[r][i] = added(x, value[i], sum[r][i], how);
+            EACH(i, parts) sum[r][i] = added(x, value[i], sum[r][i], how);
         }
     }
     prefetch->at = ahead;
     prefetch->lines += VALUE_LINES * (end - from);
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int i = 0; i < parts; i++) memcpy(to + r * padded + c + i * PART, &sum[r][i], sizeof sum[r][i]);
+    EACH(r, rows) EACH(i, parts) memcpy(to + r * padded + c + i * PART, &sum[r][i], sizeof sum[r][i]);
 }
 INLINE void value_rows(float *to, int64_t padded, const float *weights, const Values *v, int64_t from, int64_t end,
                        const int kind, const int how, const int rows) {
@@ -325,8 +255,7 @@ static void stage_values(const Tile *t, const char *const *at, const char *const
 void add_values_float(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
                        int64_t end, int64_t r, int64_t last) {
     const Attention *a = t->a;
-    const int64_t turns = (last - r + TALL - 1) / TALL;
-    const int stage = turns > 1 || a->dim % LANES, pairs = in_pairs(a);
+    const int stage = last - r > TALL || a->dim % LANES, pairs = in_pairs(a);
     const int kind = pairs ? PAIRS : a->kv_type == HALF ? HALVES : FLOATS;
     Values v = {at, after, t->prefetch, value_behind(a), row_bytes(a), kind};
     if (stage) v = (Values){.at = t->here, .prefetch = t->prefetch, .kind = pairs ? STAGED_PAIRS : FLOATS};
@@ -334,11 +263,7 @@ void add_values_float(const Tile *t, const char *const *at, const char *const *a
     for (int64_t block = from, next; block < end; block = next) {
         next = stage ? least(block / 2 * 2 + (pairs ? 2 : 1) * BLOCK, end) : end;
         if (stage) stage_values(t, at, after, chunk, block, next);
-        for (int64_t turn = 0, first = r; turn < turns; turn++) {
-            const int64_t rows = (last - first + turns - turn - 1) / (turns - turn);
-            value_turn(t, &v, chunk, block, next, first, rows);
-            first += rows;
-        }
+        EACH_ROWS(first, rows, r, last) value_turn(t, &v, chunk, block, next, first, rows);
     }
 }
 

@@ -11,20 +11,19 @@
 typedef int16_t pw __attribute__((vector_size(4 * PART)));
 
 /* sum + the two products of 16 bits in each lane. */
-#if PART == 16
-INLINE pi dot(pi a, pi b, pi sum) { return (pi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b); }
-#elif defined(__AVXVNNI__)
-INLINE pi dot(pi a, pi b, pi sum) { return (pi)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b); }
-#elif PART == 8 && defined(__AVX2__)
-INLINE pi dot(pi a, pi b, pi sum) { return sum + (pi)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
-#elif defined(__SSE2__)
-#include <emmintrin.h>
-INLINE pi dot(pi a, pi b, pi sum) { return sum + (pi)_mm_madd_epi16((__m128i)a, (__m128i)b); }
-#else
 INLINE pi dot(pi a, pi b, pi sum) {
+#if PART == 16
+    return (pi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVXVNNI__)
+    return (pi)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#elif PART == 8 && defined(__AVX2__)
+    return sum + (pi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return sum + (pi)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
     return sum + (a >> 16) * (b >> 16) + (((a << 16) >> 16) * ((b << 16) >> 16));
-}
 #endif
+}
 INLINE pi splat_part(int32_t x) { return x - (pi){0}; }
 INLINE pi ints_at(const int32_t *p) {
     pi v;
@@ -98,8 +97,7 @@ void stage_keys_8(const Tile *t, int64_t first, const char *const *at) {
     for (int64_t from = 0; from < words; from += PART) {
         pu word[PART];
         turn_words(word, at, 4 * from);
-#pragma GCC unroll 16
-        for (int i = 0; i < PART; i++) {
+        EACH(i, PART) {
             if (i >= words - from) break;
             const pw odd = (pw)word[i] >> 8, even = (pw)((pw)word[i] << 8) >> 8;
             memcpy(to + (from + i) * 2 * BLOCK, &even, sizeof even);
@@ -114,29 +112,20 @@ INLINE void score_part(const Tile *t, int64_t r, int64_t j, float *scores, int64
     const int64_t padded = t->a->padded;
     const int32_t *q = (const int32_t *)t->q + r * padded, *keys = (const int32_t *)t->keys + j;
     pi sum[TALL][8];
-#pragma GCC unroll 6
-    for (int i = 0; i < rows; i++)
-#pragma GCC unroll 8
-        for (int c = 0; c < parts; c++) sum[i][c] = (pi){0};
+    EACH(i, rows) EACH(c, parts) sum[i][c] = (pi){0};
     for (int64_t pair = 0; pair < padded / 2; pair++) {
         pi key[8];
-#pragma GCC unroll 8
-        for (int c = 0; c < parts; c++) key[c] = ints_at(keys + pair * BLOCK + c * PART);
-#pragma GCC unroll 6
-        for (int i = 0; i < rows; i++) {
+        EACH(c, parts) key[c] = ints_at(keys + pair * BLOCK + c * PART);
+        EACH(i, rows) {
             const pi x = splat_part(q[i * padded + pair]);
-#pragma GCC unroll 8
-            for (int c = 0; c < parts; c++) sum[i][c] = dot(x, key[c], sum[i][c]);
+            EACH(c, parts) sum[i][c] = dot(x, key[c], sum[i][c]);
         }
     }
-#pragma GCC unroll 6
-    for (int i = 0; i < rows; i++)
-#pragma GCC unroll 8
-        for (int c = 0; c < parts; c++) {
-            const pf scale = part_at(t->key_scales + j + c * PART) * (t->q_scales[r + i] - (pf){0});
-            const pf score = __builtin_convertvector(sum[i][c], pf) * scale;
-            memcpy(scores + i * ld + j + c * PART, &score, sizeof score);
-        }
+    EACH(i, rows) EACH(c, parts) {
+        const pf scale = part_at(t->key_scales + j + c * PART) * (t->q_scales[r + i] - (pf){0});
+        const pf score = __builtin_convertvector(sum[i][c], pf) * scale;
+        memcpy(scores + i * ld + j + c * PART, &score, sizeof score);
+    }
 }
 INLINE void score_rows(const Tile *t, int64_t r, float *scores, int64_t ld, int64_t count, const int rows) {
     int64_t j = 0;
@@ -145,13 +134,10 @@ INLINE void score_rows(const Tile *t, int64_t r, float *scores, int64_t ld, int6
     for (; j < count; j += LANES) score_part(t, r, j, scores, ld, rows, REGISTERS);
 }
 void score_block_8(const Tile *t, int64_t from, int64_t end, float *scores, int64_t ld, int64_t count) {
-    const int64_t turns = (end - from + TALL - 1) / TALL;
-    for (int64_t turn = 0, r = from; turn < turns; turn++) {
-        const int64_t rows = (end - r + turns - turn - 1) / (turns - turn);
+    EACH_ROWS(r, rows, from, end) {
         float *to = scores + r * ld;
 #define SCORE_ROWS(n) score_rows(t, r, to, ld, count, n)
         BY_ROWS(rows, SCORE_ROWS)
-        r += rows;
     }
 }
 
@@ -230,27 +216,18 @@ INLINE void stage_pair(int32_t *to, const char *first, const char *second, int64
 INLINE void value_part(int32_t *to, int64_t padded, const int16_t *codes, const int32_t *values, int64_t pairs,
                        const int rows, const int parts) {
     pi sum[TALL][4];
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int i = 0; i < parts; i++) sum[r][i] = ints_at(to + r * padded + i * PART);
+    EACH(r, rows) EACH(i, parts) sum[r][i] = ints_at(to + r * padded + i * PART);
     for (int64_t j = 0; j < pairs; j++) {
         pi value[4];
-#pragma GCC unroll 4
-        for (int i = 0; i < parts; i++) value[i] = ints_at(values + j * padded + i * PART);
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
+        EACH(i, parts) value[i] = ints_at(values + j * padded + i * PART);
+        EACH(r, rows) {
             int32_t pair;
             memcpy(&pair, codes + r * 2 * LD + 2 * j, sizeof pair);
             const pi x = splat_part(pair);
-#pragma GCC unroll 4
-            for (int i = 0; i < parts; i++) sum[r][i] = dot(x, value[i], sum[r][i]);
+            EACH(i, parts) sum[r][i] = dot(x, value[i], sum[r][i]);
         }
     }
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int i = 0; i < parts; i++) memcpy(to + r * padded + i * PART, &sum[r][i], sizeof sum[r][i]);
+    EACH(r, rows) EACH(i, parts) memcpy(to + r * padded + i * PART, &sum[r][i], sizeof sum[r][i]);
 }
 INLINE void value_rows(int32_t *to, int64_t padded, const int16_t *codes, const int32_t *values, int64_t pairs,
                        const int rows) {
@@ -263,7 +240,6 @@ INLINE void value_rows(int32_t *to, int64_t padded, const int16_t *codes, const 
 void add_values_8(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
                   int64_t end, int64_t r, int64_t last) {
     const int64_t bytes = row_bytes(t->a), behind = value_behind(t->a), padded = t->a->padded;
-    const int64_t turns = (last - r + TALL - 1) / TALL;
     int32_t *staged = (int32_t *)t->staged;
     for (int64_t block = from; block < end; block += BLOCK) {
         const int64_t next = least(block + BLOCK, end), pairs = (next - block + 1) / 2;
@@ -273,13 +249,11 @@ void add_values_8(const Tile *t, const char *const *at, const char *const *after
             stage_pair(staged + j * padded, at[first] + behind, other, padded);
             if (after) bring(after[first], bytes), bring(after[second], bytes);
         }
-        for (int64_t turn = 0, row = r; turn < turns; turn++) {
-            const int64_t rows = (last - row + turns - turn - 1) / (turns - turn);
+        EACH_ROWS(row, rows, r, last) {
             int32_t *to = (int32_t *)t->part.values + row * padded;
             const int16_t *codes = (const int16_t *)(t->scores + row * LD) + (block - chunk);
 #define VALUE_ROWS(n) value_rows(to, padded, codes, staged, pairs, n)
             BY_ROWS(rows, VALUE_ROWS)
-            row += rows;
         }
     }
 }

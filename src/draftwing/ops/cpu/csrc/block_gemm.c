@@ -226,11 +226,8 @@ INLINE void round_blocks(const Rounded *to, const void *x, int64_t row, int64_t 
     for (int64_t b = from / BLOCK; b < end / BLOCK; b++) {
         const int64_t at = row * to->inputs + b * BLOCK, place = b * to->rows + row;
         const vf low = load(x, at, LANES, half), high = load(x, at + LANES, LANES, half);
-        const int32_t size = largest_of((vi)low & 0x7fffffff, (vi)high & 0x7fffffff);
-        float most;
-        memcpy(&most, &size, sizeof most);
-        const int lost = size >= 0x7f800000;
-        const float scale = lost ? NAN : most / 127, inverse = scale >= SMALLEST ? 1 / scale : 0;
+        float scale, inverse;
+        const int lost = scale_of(largest_of((vi)low & 0x7fffffff, (vi)high & 0x7fffffff), &scale, &inverse);
         vi a = (vi)(low * splat(inverse) + magic) - (vi)magic, c = (vi)(high * splat(inverse) + magic) - (vi)magic;
         if (lost) a = c = (vi){0};
         const byte_half bytes = bytes_of(a), others = bytes_of(c);
@@ -245,8 +242,7 @@ INLINE void round_blocks(const Rounded *to, const void *x, int64_t row, int64_t 
     }
 }
 void round_part(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, int64_t half) {
-    if (half) round_blocks(to, x, row, from, end, 1);
-    else round_blocks(to, x, row, from, end, 0);
+    BY_HALF(half, round_blocks, to, x, row, from, end);
 }
 
 /* -- shares of the work ---------------------------------------------------------------------------------------------- */
@@ -312,9 +308,7 @@ static void block_gemm(int64_t *n) {
     Product *p = &job.product;
     p->out = POINTER(n[0]), p->x = POINTER(n[1]), p->residual = POINTER(n[2]), p->rows = n[3];
     p->rounded = rounded_at(POINTER(more[2]), p->rows, p->inputs);
-    RELEASE_GIL
-    run_team(some_blocks, &job, &job.team, p->rows * p->inputs * p->outputs < SMALL ? NULL : workers);
-    TAKE_GIL
+    run_team_unlocked(some_blocks, &job, &job.team, p->rows * p->inputs * p->outputs < SMALL ? NULL : workers);
 }
 
 Function block_gemm_functions[] = {{"block_gemm", block_gemm, 8 + GEMM}, {0}};

@@ -143,9 +143,7 @@ static void some_panels(void *data) {
 
 static void block_pack(int64_t *n) {
     Packing *j = (Packing *)n;
-    RELEASE_GIL
-    run_team(some_panels, j, &j->team, j->workers);
-    TAKE_GIL
+    run_team_unlocked(some_panels, j, &j->team, j->workers);
 }
 /* type, inputs -> bytes of a panel; 0: no such type */
 static int64_t known_panel_bytes(int64_t *n) {
@@ -348,9 +346,7 @@ static void some_blocks(void *data) {
 }
 static void block_quantize(int64_t *n) {
     Quantizing *j = (Quantizing *)n;
-    RELEASE_GIL
-    run_team(some_blocks, j, &j->team, j->workers);
-    TAKE_GIL
+    run_team_unlocked(some_blocks, j, &j->team, j->workers);
 }
 
 Function block_functions[] = {

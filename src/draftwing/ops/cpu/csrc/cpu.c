@@ -40,10 +40,7 @@ INLINE void norm_row(const Rows *r, int64_t i, const int half) {
         store(r->out, at + c, n - c, half, x);
     }
 }
-void norm_part(const Rows *r, int64_t i) {
-    if (r->half) norm_row(r, i, 1);
-    else norm_row(r, i, 0);
-}
+void norm_part(const Rows *r, int64_t i) { BY_HALF(r->half, norm_row, r, i); }
 
 INLINE void cap_row(const Rows *r, int64_t i, const int half) {
     const float cap = (float)r->cap;
@@ -51,10 +48,7 @@ INLINE void cap_row(const Rows *r, int64_t i, const int half) {
         store(r->out, at + c, r->size - c, half,
               soft_capped(load(r->x, at + c, r->size - c, half), cap, 2.88539008f / cap));
 }
-static void cap_any(const Rows *r, int64_t i) {
-    if (r->half) cap_row(r, i, 1);
-    else cap_row(r, i, 0);
-}
+static void cap_any(const Rows *r, int64_t i) { BY_HALF(r->half, cap_row, r, i); }
 
 /* (x + y) * scale, the sum rounded before; x * scale where there is no y. */
 INLINE void scaled_row(const Rows *r, int64_t i, const int half) {
@@ -66,10 +60,7 @@ INLINE void scaled_row(const Rows *r, int64_t i, const int half) {
         store(r->out, at + c, left, half, x * scale);
     }
 }
-static void scaled_any(const Rows *r, int64_t i) {
-    if (r->half) scaled_row(r, i, 1);
-    else scaled_row(r, i, 0);
-}
+static void scaled_any(const Rows *r, int64_t i) { BY_HALF(r->half, scaled_row, r, i); }
 
 /* silu(gate) * up of a row [gate, up], elements [from, to); silu(x) = x / (1 + exp(-x)), rounded before it is
    multiplied, as in torch. Or gelu(gate), by tanh: x / 2 * (1 + tanh(y)) = x / (1 + exp(-2y)),
@@ -81,10 +72,7 @@ INLINE void silu_row(const Rows *r, int64_t i, int64_t from, int64_t to, const i
         store(r->out, i * n + c, to - c, half, rounded(r->gelu ? gelu_by_tanh(gate) : silu(gate), half) * up);
     }
 }
-void silu_part(const Rows *r, int64_t i, int64_t from, int64_t to) {
-    if (r->half) silu_row(r, i, from, to, 1);
-    else silu_row(r, i, from, to, 0);
-}
+void silu_part(const Rows *r, int64_t i, int64_t from, int64_t to) { BY_HALF(r->half, silu_row, r, i, from, to); }
 static void silu_any(const Rows *r, int64_t i) { silu_part(r, i, 0, r->size); }
 
 /* GELU, by tanh as above, or as it is: x times the normal distribution's share below it. For t = 1 / (1 + |x| / sqrt(8))
@@ -127,10 +115,7 @@ INLINE void ungated_row(const Rows *r, int64_t i, int64_t from, int64_t to, cons
         store(r->out, at + c, to - c, half, made);
     }
 }
-void ungated_part(const Rows *r, int64_t i, int64_t from, int64_t to) {
-    if (r->half) ungated_row(r, i, from, to, 1);
-    else ungated_row(r, i, from, to, 0);
-}
+void ungated_part(const Rows *r, int64_t i, int64_t from, int64_t to) { BY_HALF(r->half, ungated_row, r, i, from, to); }
 static void ungated_any(const Rows *r, int64_t i) { ungated_part(r, i, 0, r->size); }
 
 /* A head to its place in the pool. wide: memory for what is rounded to 8 bits. */
@@ -197,9 +182,7 @@ static void rope_all(const Rows *r, int64_t i) { rope_part(r, i, 0, r->heads + 2
 static void go(Rows r, const int64_t *n, int64_t at, void (*row)(const Rows *, int64_t), int64_t times) {
     r.row = row;
     r.out = POINTER(n[0]), r.x = POINTER(n[1]), r.rows = n[at], r.size = n[at + 1], r.half = n[at + 2];
-    RELEASE_GIL
-    run(some_rows, &r, POINTER(n[at + 3]), times * r.rows * r.size / 2000);
-    TAKE_GIL
+    run_unlocked(some_rows, &r, POINTER(n[at + 3]), times * r.rows * r.size / 2000);
 }
 static double double_at(const int64_t *n) {
     double value;
@@ -233,9 +216,7 @@ static void add_scaled(int64_t *n) {
 static void rope_write(int64_t *n) {
     Rows *r = (Rows *)n;
     r->row = rope_all;
-    RELEASE_GIL
-    run(some_rows, r, r->workers, r->rows * (r->heads + 2 * r->kv_heads) * r->dim / 2000);
-    TAKE_GIL
+    run_unlocked(some_rows, r, r->workers, r->rows * (r->heads + 2 * r->kv_heads) * r->dim / 2000);
 }
 
 Function row_functions[] = {

@@ -60,7 +60,8 @@ INLINE vf select_f(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & 
 
 /* A vector by registers. What GCC 12 compares, shuffles or converts of a longer one goes lane by lane. */
 #define REGISTERS (LANES / PART)
-#define EACH_REGISTER _Pragma("GCC unroll 4") for (int c = 0; c < REGISTERS; c++)
+#define EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++) /* a loop that is unrolled */
+#define EACH_REGISTER EACH(c, REGISTERS)
 typedef union {
     vf f;
     vi i;
@@ -112,17 +113,6 @@ INLINE vf widen(vh h) {
     return to.f;
 }
 
-/* DO(rows), of 1 to 6 rows as a constant: registers have room for the sums of so many. */
-#define BY_ROWS(rows, DO) \
-    switch (rows) { \
-    case 1: DO(1); break; \
-    case 2: DO(2); break; \
-    case 3: DO(3); break; \
-    case 4: DO(4); break; \
-    case 5: DO(5); break; \
-    default: DO(6); \
-    }
-
 /* To bfloat16, to the nearest and to even. */
 INLINE vh narrow(vf v) {
     Parted x = {.f = v};
@@ -140,6 +130,10 @@ INLINE vh narrow(vf v) {
 #endif
 }
 INLINE vf rounded(vf v, int half) { return half ? widen(narrow(v)) : v; }
+/* Calls f(.., half), for which that is a constant. */
+#define BY_HALF(half, f, ...) ((half) ? f(__VA_ARGS__, 1) : f(__VA_ARGS__, 0))
+/* The same of two types, of which the second is in bfloat16 where the first is. */
+#define BY_HALVES(half, second, f, ...) ((half) ? f(__VA_ARGS__, 1, 1) : BY_HALF(second, f, __VA_ARGS__, 0))
 
 INLINE pf part_at(const float *p) {
     pf v;
@@ -401,6 +395,9 @@ HIDDEN void take_gil(PyThreadState *released);
 #define TAKE_GIL \
         take_gil(released); \
     }
+/* `run` and `run_team` without the lock. */
+HIDDEN void run_unlocked(void (*work)(void *), void *data, Workers *workers, int64_t cost);
+HIDDEN void run_team_unlocked(void (*work)(void *), void *data, Team *team, Workers *workers);
 
 /* -- the module: module.c ------------------------------------------------------------------------------------------- */
 

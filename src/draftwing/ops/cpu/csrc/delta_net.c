@@ -502,16 +502,13 @@ INLINE void run_columns(const Net *j, const Spare *s, Unit *u, int64_t h, int64_
             memcpy(SLOT(t->save).at + r * dv, to.at + r * to.stride, (size_t)columns * 4);
     }
 }
-static void run_wide(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) {
-    if (j->by_channel) run_columns(j, s, u, h, c, WIDE, CHANNELS);
-    else if (j->corrects) run_columns(j, s, u, h, c, WIDE, DELTA);
-    else run_columns(j, s, u, h, c, WIDE, SPACE);
+INLINE void run_kind(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c, const int parts) {
+    if (j->by_channel) run_columns(j, s, u, h, c, parts, CHANNELS);
+    else if (j->corrects) run_columns(j, s, u, h, c, parts, DELTA);
+    else run_columns(j, s, u, h, c, parts, SPACE);
 }
-static void run_narrow(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) {
-    if (j->by_channel) run_columns(j, s, u, h, c, 1, CHANNELS);
-    else if (j->corrects) run_columns(j, s, u, h, c, 1, DELTA);
-    else run_columns(j, s, u, h, c, 1, SPACE);
-}
+static void run_wide(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) { run_kind(j, s, u, h, c, WIDE); }
+static void run_narrow(const Net *j, const Spare *s, Unit *u, int64_t h, int64_t c) { run_kind(j, s, u, h, c, 1); }
 
 INLINE void give_of(const Net *j, const Spare *s, int64_t head, int64_t count, const int half) {
     const int64_t dv = j->value_dim;
@@ -544,8 +541,7 @@ static void give(const Net *j, const Spare *s, int64_t head, int64_t count) {
             memcpy((float *)j->out + (query * j->value_heads + head) * dv, s->o + i * dv, (size_t)dv * sizeof(float));
     }
     if (!j->corrects) return;
-    if (j->half) give_of(j, s, head, count, 1);
-    else give_of(j, s, head, count, 0);
+    BY_HALF(j->half, give_of, j, s, head, count);
 }
 
 /* The state that head h of a unit reads. */
@@ -650,8 +646,7 @@ INLINE void norm_group(const Norm *j, int64_t row, int64_t group, const int half
 static void some_groups(void *data) {
     Norm *j = data;
     for (int64_t i; (i = take(&j->next, 1)) < j->rows * j->groups;)
-        if (j->half) norm_group(j, i / j->groups, i % j->groups, 1);
-        else norm_group(j, i / j->groups, i % j->groups, 0);
+        BY_HALF(j->half, norm_group, j, i / j->groups, i % j->groups);
 }
 
 static void some_pieces(void *data) {
@@ -683,17 +678,13 @@ static int64_t delta_scratch(int64_t *n) {
 static void delta_net(int64_t *n) {
     Net *j = (Net *)n;
     set_sizes(j);
-    RELEASE_GIL
-    run(some_pieces, j, j->batch.count * j->pieces > 1 ? j->workers : NULL,
+    run_unlocked(some_pieces, j, j->batch.count * j->pieces > 1 ? j->workers : NULL,
         j->queries * j->value_heads * j->key_dim * j->value_dim / 16384);
-    TAKE_GIL
 }
 
 static void ssm_norm(int64_t *n) {
     Norm *j = (Norm *)n;
-    RELEASE_GIL
-    run(some_groups, j, j->workers, j->rows * j->groups * j->size / 2000);
-    TAKE_GIL
+    run_unlocked(some_groups, j, j->workers, j->rows * j->groups * j->size / 2000);
 }
 
 /* read, write, page, length, node_slots, nodes, rows, their count, length of each, and what it is more */

@@ -249,6 +249,16 @@ INLINE int32_t largest_of(vi v, vi w) {
     return larger_four(most, __builtin_shufflevector(most, most, 1, 0, 3, 2))[0];
 #endif
 }
+/* Scale of numbers whose largest has these bits, and what they are multiplied with to be at most 127; returns whether one
+   of them is infinite or no number, which a scale that is none tells. */
+INLINE int scale_of(int32_t largest, float *scale, float *inverse) {
+    float most;
+    memcpy(&most, &largest, sizeof most);
+    const int lost = largest >= 0x7f800000;
+    *scale = lost ? NAN : most / 127;
+    *inverse = *scale >= SMALLEST ? 1 / *scale : 0;
+    return lost;
+}
 INLINE int32_t sum_of(vi v) {
 #if PART == 16
     return _mm512_reduce_add_epi32((__m512i)v);

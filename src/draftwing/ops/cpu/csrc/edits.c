@@ -230,9 +230,7 @@ static void edit_drafts(int64_t *n) {
     Editing *d = (Editing *)n;
     d->edits = draft_edits_of(d->numbers);
     d->edits.to = d->vocab;
-    RELEASE_GIL
-    run(edit_some, d, d->rows > 1 ? d->workers : NULL, d->rows * d->vocab / 20000);
-    TAKE_GIL
+    run_unlocked(edit_some, d, d->rows > 1 ? d->workers : NULL, d->rows * d->vocab / 20000);
 }
 
 Function edit_functions[] = {

@@ -352,9 +352,7 @@ static int64_t experts_spare(int64_t *n) {
 static void experts(int64_t *n) {
     Mixture *j = (Mixture *)n;
     place_at(j, j->spare, j->workers->most);
-    RELEASE_GIL
-    run_team(some_of_mixture, j, &j->team, j->workers);
-    TAKE_GIL
+    run_team_unlocked(some_of_mixture, j, &j->team, j->workers);
 }
 
 Function expert_functions[] = {

@@ -6,16 +6,13 @@
    outputs. A row's bits are oneDNN's, too, among any number of rows: inputs are summed in order, in blocks whose sums
    are added one after the other. `ops/gemm/cpu.py` tries out whether that is so and how long the blocks are. */
 
-#include "cpu.h"
+#include "sums.h"
 
 #define PANEL 64
 #define HALF 32         /* outputs of half a panel, the smallest share of the work */
-#define GROUP_ROWS 6    /* of which a panel's sums fit in registers */
 #define AHEAD (8 << 10) /* bytes that are fetched before they are needed; hardware does not see past a page's end */
 
 #if defined(__AVX512BF16__)
-#include <immintrin.h>
-
 INLINE __m512 widened(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
 }
@@ -26,10 +23,10 @@ INLINE void tile(const Product *p, int64_t row, int64_t column, const int rows, 
     const uint16_t *weight = (const uint16_t *)p->weight + column / PANEL * PANEL * p->inputs + column % PANEL * 2;
     const int32_t *x = (const int32_t *)((const uint16_t *)p->x + row * p->inputs);
     const uint16_t *bias = p->bias, *residual = p->residual;
-    __m512 total[GROUP_ROWS][4] = {0};
+    __m512 total[TALL][4] = {0};
     for (int64_t first = 0; first < pairs; first += block) {
         const int64_t end = first + block < pairs ? first + block : pairs;
-        __m512 sum[GROUP_ROWS][4];
+        __m512 sum[TALL][4];
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_setzero_ps();
         for (int64_t i = first; i < end; i++, weight += 2 * PANEL) {
@@ -59,9 +56,8 @@ INLINE void tile(const Product *p, int64_t row, int64_t column, const int rows, 
 /* -- shares of the work -------------------------------------------------------------------------------------------- */
 
 INLINE void columns(const Product *p, int64_t column, const int vectors) {
-    const int64_t groups = (p->rows + GROUP_ROWS - 1) / GROUP_ROWS, most = (p->rows + groups - 1) / groups;
 #define TILE_OF(n) tile(p, row, column, n, vectors)
-    for (int64_t row = 0; row < p->rows; row += most) BY_ROWS(least(p->rows - row, most), TILE_OF)
+    EACH_ROWS(row, rows, 0, p->rows) BY_ROWS(rows, TILE_OF)
 }
 
 static void multiply_panels(const Product *p, int64_t from, int64_t to) {
@@ -106,9 +102,7 @@ static void product(int64_t *n) {
     Workers *workers = POINTER(n[4 + GEMM]);
     p.out = POINTER(n[0]), p.x = POINTER(n[1]), p.residual = POINTER(n[2]), p.rows = n[3];
     p.shares = workers->most;
-    RELEASE_GIL
-    run(multiply_some, &p, workers, p.inputs * p.outputs / 20000);
-    TAKE_GIL
+    run_unlocked(multiply_some, &p, workers, p.inputs * p.outputs / 20000);
 }
 
 Function product_functions[] = {{"product", product, 5 + GEMM}, {0}};

@@ -5,7 +5,7 @@
    of all heads one after the other, fused, and heads are summed 16 at a time. So a score's bits follow from query and
    key alone. What is not finite counts as 0, and of equal scores the earlier token is picked. */
 
-#include "cpu.h"
+#include "sums.h"
 
 #define BLOCK 256 /* keys of a unit of work */
 #define TOGETHER 4 /* keys that meet elements of heads which are in registers */
@@ -63,26 +63,9 @@ static void find_queries(const Pick *j) {
 /* Products of `keys` keys [keys, size] with heads, of which some registers are in turn. made [keys, heads] */
 INLINE void multiply(const float *key, const float *q, float *made, int64_t heads, int64_t size, const int keys,
                      const int parts) {
-    pf sum[TOGETHER][PARTS];
-#pragma GCC unroll 4
-    for (int k = 0; k < keys; k++)
-#pragma GCC unroll 4
-        for (int p = 0; p < parts; p++) sum[k][p] = (pf){0};
-    for (int64_t i = 0; i < size; i++) {
-        pf of[PARTS];
-#pragma GCC unroll 4
-        for (int p = 0; p < parts; p++) of[p] = part_at(q + i * heads + p * PART);
-#pragma GCC unroll 4
-        for (int k = 0; k < keys; k++) {
-            const pf one = key[k * lanes_of(size) + i] - (pf){0};
-#pragma GCC unroll 4
-            for (int p = 0; p < parts; p++) sum[k][p] = fused(one, of[p], sum[k][p]);
-        }
-    }
-#pragma GCC unroll 4
-    for (int k = 0; k < keys; k++)
-#pragma GCC unroll 4
-        for (int p = 0; p < parts; p++) memcpy(made + k * heads + p * PART, &sum[k][p], sizeof sum[k][p]);
+    pf sum[TOGETHER][8];
+    sum_products(sum, key, lanes_of(size), q, heads, size, ONE, 0, keys, parts, NULL, 0);
+    EACH(k, keys) EACH(p, parts) memcpy(made + k * heads + p * PART, &sum[k][p], sizeof sum[k][p]);
 }
 INLINE void multiply_all(const float *key, const float *q, float *made, int64_t heads, int64_t size, const int keys) {
     int64_t h = 0;
@@ -248,9 +231,7 @@ static void some_logits(void *data) {
 
 static void every_logit(int64_t *n) {
     Logits *j = (Logits *)n;
-    RELEASE_GIL
-    run(some_logits, j, j->workers, j->rows * j->size * j->outputs / 8000);
-    TAKE_GIL
+    run_unlocked(some_logits, j, j->workers, j->rows * j->size * j->outputs / 8000);
 }
 
 Function index_functions[] = {

@@ -5,17 +5,10 @@
    Inputs are summed in their order in float32, so a row has the same bits among any number of rows; with products that
    are fused with the sum. */
 
-#include "cpu.h"
+#include "sums.h"
 
 #define PANEL 64 /* outputs */
-#define TALL 6   /* rows whose sums registers have room for */
-#if PART == 16
-#define PARTS(rows) 4 /* registers of outputs: of 32, or 16, one part is not for sums */
-#elif PART == 8
-#define PARTS(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
-#else
-#define PARTS(rows) ((rows) <= 3 ? 4 : 2)
-#endif
+#define PARTS(rows) (PART == 4 ? SCORE_PARTS(rows) / 2 : SCORE_PARTS(rows)) /* registers of them in a sum */
 
 /* -- products of heads --------------------------------------------------------------------------------------------- */
 
@@ -27,13 +20,6 @@ typedef struct {
     int64_t panels, next; /* panels: of a head */
 } HeadProduct;
 
-INLINE pf widened_part(const void *p, const int half) {
-    if (!half) return part_at(p);
-    ph some;
-    memcpy(&some, p, sizeof some);
-    return (pf)(wider(some) << 16);
-}
-
 /* Outputs [0, 64) of a panel for `rows` rows of x; of these `left` are stored. */
 INLINE void panel_rows(const HeadProduct *p, const char *x, const char *weight, char *out, int64_t left, const int half,
                        const int rows, const int parts) {
@@ -41,34 +27,8 @@ INLINE void panel_rows(const HeadProduct *p, const char *x, const char *weight, 
     float sums[TALL][PANEL];
     for (int c = 0; c < PANEL; c += parts * PART) {
         pf sum[TALL][8];
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int i = 0; i < parts; i++) sum[r][i] = (pf){0};
-        for (int64_t i = 0; i < p->inputs; i++) {
-            pf w[8];
-#pragma GCC unroll 8
-            for (int v = 0; v < parts; v++)
-                w[v] = widened_part(weight + (i * PANEL + c + v * PART) * width, half);
-#pragma GCC unroll 6
-            for (int r = 0; r < rows; r++) {
-                const char *at = x + (r * p->row_stride + i) * width;
-                float one;
-                if (half) {
-                    uint16_t bits;
-                    memcpy(&bits, at, 2);
-                    const uint32_t wide = (uint32_t)bits << 16;
-                    memcpy(&one, &wide, 4);
-                } else memcpy(&one, at, 4);
-                const pf all = one - (pf){0};
-#pragma GCC unroll 8
-                for (int v = 0; v < parts; v++) sum[r][v] = fused(all, w[v], sum[r][v]);
-            }
-        }
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < parts; v++) memcpy(sums[r] + c + v * PART, &sum[r][v], sizeof sum[r][v]);
+        sum_products(sum, x, p->row_stride, weight + c * width, PANEL, p->inputs, ONE, half, rows, parts, NULL, 0);
+        EACH(r, rows) EACH(v, parts) memcpy(sums[r] + c + v * PART, &sum[r][v], sizeof sum[r][v]);
     }
     for (int r = 0; r < rows; r++)
         for (int64_t c = 0; c < left && c < PANEL; c += LANES)
@@ -77,29 +37,23 @@ INLINE void panel_rows(const HeadProduct *p, const char *x, const char *weight, 
 INLINE void panel(const HeadProduct *p, int64_t head, int64_t number, const int half) {
     const int64_t width = half ? 2 : 4, left = p->outputs - number * PANEL;
     const char *weight = p->weight + (head * p->panels + number) * PANEL * p->inputs * width;
-    const int64_t turns = (p->rows + TALL - 1) / TALL;
-    for (int64_t turn = 0, row = 0; turn < turns; turn++) {
-        const int64_t rows = (p->rows - row + turns - turn - 1) / (turns - turn);
+    EACH_ROWS(row, rows, 0, p->rows) {
         const char *x = p->x + (row * p->row_stride + head * p->head_stride) * width;
         char *out = p->out + ((row * p->heads + head) * p->outputs + number * PANEL) * width;
 #define PANEL_ROWS(n) panel_rows(p, x, weight, out, left, half, n, PARTS(n))
         BY_ROWS(rows, PANEL_ROWS)
-        row += rows;
     }
 }
 static void some_panels(void *data) {
     HeadProduct *p = data;
     for (int64_t unit; (unit = take(&p->next, 1)) < p->heads * p->panels;)
-        if (p->half) panel(p, unit / p->panels, unit % p->panels, 1);
-        else panel(p, unit / p->panels, unit % p->panels, 0);
+        BY_HALF(p->half, panel, p, unit / p->panels, unit % p->panels);
 }
 
 static void head_products(int64_t *n) {
     HeadProduct *p = (HeadProduct *)n;
     p->panels = (p->outputs + PANEL - 1) / PANEL;
-    RELEASE_GIL
-    run(some_panels, p, p->workers, p->rows * p->heads * p->inputs * p->outputs / 30000);
-    TAKE_GIL
+    run_unlocked(some_panels, p, p->workers, p->rows * p->heads * p->inputs * p->outputs / 30000);
 }
 
 /* -- the same with weights in blocks ------------------------------------------------------------------------------- */
@@ -150,9 +104,7 @@ static void some_head_blocks(void *data) {
 
 static void head_blocks(int64_t *n) {
     HeadBlocks *j = (HeadBlocks *)n;
-    RELEASE_GIL
-    run_team(some_head_blocks, j, &j->team, j->workers);
-    TAKE_GIL
+    run_team_unlocked(some_head_blocks, j, &j->team, j->workers);
 }
 
 /* -- vectors of which the end is turned ---------------------------------------------------------------------------- */
@@ -194,15 +146,12 @@ INLINE void turn_row(const Turning *t, int64_t row, const int half) {
 static void turn_some(void *data) {
     Turning *t = data;
     for (int64_t row; (row = take(&t->next, 1)) < t->rows;)
-        if (t->half) turn_row(t, row, 1);
-        else turn_row(t, row, 0);
+        BY_HALF(t->half, turn_row, t, row);
 }
 
 static void concat_rope(int64_t *n) {
     Turning *t = (Turning *)n;
-    RELEASE_GIL
-    run(turn_some, t, t->workers, t->rows * t->heads * (t->same + t->dim) / 2000);
-    TAKE_GIL
+    run_unlocked(turn_some, t, t->workers, t->rows * t->heads * (t->same + t->dim) / 2000);
 }
 
 /* -- rows to the pool ---------------------------------------------------------------------------------------------- */

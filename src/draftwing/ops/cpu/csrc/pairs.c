@@ -35,15 +35,12 @@ INLINE void convolve_row(const Convolution *j, int64_t row, const int half) {
 static void some_rows(void *data) {
     Convolution *j = data;
     for (int64_t row; (row = take(&j->next, 1)) < j->count;)
-        if (j->half) convolve_row(j, row, 1);
-        else convolve_row(j, row, 0);
+        BY_HALF(j->half, convolve_row, j, row);
 }
 
 static void block_conv(int64_t *n) {
     Convolution *j = (Convolution *)n;
-    RELEASE_GIL
-    run(some_rows, j, j->workers, j->count * j->size * j->taps / 4000);
-    TAKE_GIL
+    run_unlocked(some_rows, j, j->workers, j->count * j->size * j->taps / 4000);
 }
 
 /* ln of the sum of exp of some of the first `count`. */

@@ -433,9 +433,7 @@ static void draw(int64_t *n) {
     edits.to = d->vocab;
     d->edits = edits.rows ? &edits : NULL;
     d->padded = round_up(d->vocab, LANES);
-    RELEASE_GIL
-    run(draw_some, d, d->rows > 1 ? d->workers : NULL, d->rows * d->vocab / (d->temperature ? 5000 : 10000));
-    TAKE_GIL
+    run_unlocked(draw_some, d, d->rows > 1 ? d->workers : NULL, d->rows * d->vocab / (d->temperature ? 5000 : 10000));
 }
 
 /* tokens [rows], ids, noise, logits [rows, count], rows, count; edit [rows, count] or 0: of each row the id with the
@@ -487,9 +485,7 @@ static void noise_some(void *data) {
 
 static void gumbel(int64_t *n) {
     Noise *noise = (Noise *)n;
-    RELEASE_GIL
-    run(noise_some, noise, noise->rows > 1 ? noise->workers : NULL, noise->rows * noise->size / 800);
-    TAKE_GIL
+    run_unlocked(noise_some, noise, noise->rows > 1 ? noise->workers : NULL, noise->rows * noise->size / 800);
 }
 
 /* -- drafts: ops/expansion/spec.py top_tokens, with the noise of sampling ----------------------------------------- */
@@ -576,8 +572,7 @@ INLINE void best_in(const void *logits, int64_t at, int64_t from, int64_t to, co
 /* Of a row's logits, which begin at `at`, those of [from, to). */
 static void best_of(const void *logits, int64_t at, int64_t half, int64_t from, int64_t to, const Noised *noise,
                     Found *found, int64_t count) {
-    if (half) best_in(logits, at, from, to, noise, found, count, 1);
-    else best_in(logits, at, from, to, noise, found, count, 0);
+    BY_HALF(half, best_in, logits, at, from, to, noise, found, count);
 }
 /* names: as of `Following`. total: log of the sum of all. Fewer are held where all else is -inf. */
 static void give(const Best *best, int64_t count, float total, const int64_t *names, int64_t *ids, float *logp) {
@@ -730,19 +725,15 @@ static void following(int64_t *n) {
     f->spare = (char *)f->product.out + f->rows * f->product.outputs * (f->half ? 2 : 4);
     f->found = aligned_alloc(sizeof(vf), sizeof(Found) * (size_t)(f->workers->most * f->rows));
     if (!f->found) return (void)PyErr_NoMemory();
-    RELEASE_GIL
-    run_team(some_following, f, &f->team, f->workers);
-    TAKE_GIL
+    run_team_unlocked(some_following, f, &f->team, f->workers);
     free(f->found);
 }
 
 static void top_tokens(int64_t *n) {
     Top *t = (Top *)n;
     t->padded = round_up(t->vocab, LANES);
-    RELEASE_GIL
     const int64_t passes = t->nodes + (t->temperature ? 3 : 0);
-    run(top_some, t, t->rows > 1 ? t->workers : NULL, t->rows * passes * t->vocab / 3000);
-    TAKE_GIL
+    run_unlocked(top_some, t, t->rows > 1 ? t->workers : NULL, t->rows * passes * t->vocab / 3000);
 }
 
 Function sampling_functions[] = {

@@ -76,17 +76,13 @@ static void some_channels(void *data) {
     Conv *j = data;
     for (int64_t first; (first = take(&j->next, CHANNELS)) < j->channels;) {
         const int64_t end = first + CHANNELS < j->channels ? first + CHANNELS : j->channels;
-        if (j->half) run_channels(j, first, end, 1, 1);
-        else if (j->kept_half) run_channels(j, first, end, 0, 1);
-        else run_channels(j, first, end, 0, 0);
+        BY_HALVES(j->half, j->kept_half, run_channels, j, first, end);
     }
 }
 
 static void short_conv(int64_t *n) {
     Conv *j = (Conv *)n;
-    RELEASE_GIL
-    run(some_channels, j, j->workers, j->queries * j->channels * j->width / 8000);
-    TAKE_GIL
+    run_unlocked(some_channels, j, j->workers, j->queries * j->channels * j->width / 8000);
 }
 
 Function conv_functions[] = {{"short_conv", short_conv, UP_TO(Conv, next), sizeof(Conv)}, {0}};

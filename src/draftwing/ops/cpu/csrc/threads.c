@@ -275,6 +275,16 @@ void run_team(void (*work)(void *), void *data, Team *team, Workers *workers) {
     if (threads > 1 && gomp_parallel) run_gomp(work, data, workers, threads); /* or fewer: see `join` */
     else run_threads(work, data, threads, &team->size);
 }
+void run_unlocked(void (*work)(void *), void *data, Workers *workers, int64_t cost) {
+    RELEASE_GIL
+    run(work, data, workers, cost);
+    TAKE_GIL
+}
+void run_team_unlocked(void (*work)(void *), void *data, Team *team, Workers *workers) {
+    RELEASE_GIL
+    run_team(work, data, team, workers);
+    TAKE_GIL
+}
 Member join(Team *team) {
     Member me = {.team = team};
     while (!(me.size = __atomic_load_n(&team->size, __ATOMIC_ACQUIRE)))
