@@ -23,7 +23,7 @@ from draftwing import LLM, SamplingParams
 from draftwing.config.trees import LOOKUP_ALONE, PLAIN, TreeShape
 from draftwing.engine.graphs import RecordedStages
 from draftwing.models.config import from_hf
-from draftwing.models.heads.loader import load_assistant
+from draftwing.models.heads.assistant_loader import load_assistant
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.types import Draft

@@ -15,11 +15,12 @@ from draftwing.config.drafters import SECOND, DrafterSpec
 from draftwing.config.trees import TreeShape, carried_shape, carried_window, max_nodes
 from draftwing.errors import ConfigError
 from draftwing.layers.linear import Linear
+from draftwing.models.heads.assistant_loader import load_assistant
 from draftwing.models.heads.base import MOST_ROWS, DraftHead, DraftLM, FeatureHead, is_large, quantized_copy
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.config import AuxLayerIds, drafts_in_parallel
 from draftwing.models.heads.eagle import Eagle3Head
-from draftwing.models.heads.loader import load_assistant, load_draft_head, load_mtp_head
+from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.heads.swap import HeadSwap
 from draftwing.models.hub import resolve_model

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.loader import load_assistant, load_draft_head
+from draftwing.models.heads.assistant_loader import load_assistant
+from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.attention.batch import Batch
