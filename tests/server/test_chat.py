@@ -13,7 +13,7 @@ from scripted import TEMPLATE, ScriptedEngine, serving
 
 from draftwing.server.anthropic import CountRequest
 from draftwing.server.chat import Chat
-from draftwing.server.ollama import OllamaChatRequest
+from draftwing.server.ollama_bodies import OllamaChatRequest
 from draftwing.server.openai.responses.schema import ResponsesRequest
 from draftwing.server.openai.schema import ChatRequest
 from draftwing.server.operations import TokenizeRequest

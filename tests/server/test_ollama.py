@@ -12,7 +12,7 @@ import pytest
 from scripted import ScriptedEngine, client_of
 from timed import least_seconds
 
-from draftwing.server.ollama import OllamaChatRequest
+from draftwing.server.ollama_bodies import OllamaChatRequest
 
 SCRIPTED = dict(reasoning="qwen3", tools="hermes")
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from draftwing.errors import RequestError
 from draftwing.server.endpoints import read_generation, respond, schema, unless_disconnected
 from draftwing.server.http import encode, json_response
-from draftwing.server.ollama import ModelOptions
+from draftwing.server.ollama_bodies import ModelOptions
 from draftwing.server.openai.completions import cached_tokens
 from draftwing.server.schema import GenerationBody, Hint, Name, NotBuilt, TokenIds, split_prompts
 from draftwing.server.service import Generation, Service
