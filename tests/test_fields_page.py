@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from test_pages import table_rows, text_of
 
 from draftwing.requests import sampling_params
-from draftwing.server.anthropic import MessagesRequest
+from draftwing.server.anthropic_bodies import MessagesRequest
 from draftwing.server.generate import GenerateRequest
 from draftwing.server.openai.responses.schema import ResponsesRequest
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest

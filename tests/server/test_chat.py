@@ -11,7 +11,7 @@ import httpx
 import pytest
 from scripted import TEMPLATE, ScriptedEngine, serving
 
-from draftwing.server.anthropic import CountRequest
+from draftwing.server.anthropic_bodies import CountRequest
 from draftwing.server.chat import Chat
 from draftwing.server.ollama_bodies import OllamaChatRequest
 from draftwing.server.openai.responses.schema import ResponsesRequest

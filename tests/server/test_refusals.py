@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.testclient import TestClient
 
 from draftwing.server import schema, service
-from draftwing.server.anthropic import MessagesRequest
+from draftwing.server.anthropic_bodies import MessagesRequest
 from draftwing.server.generate import GenerateRequest
 from draftwing.server.openai.responses.schema import ResponsesRequest
 from draftwing.server.openai.schema import ChatRequest, CompletionRequest
