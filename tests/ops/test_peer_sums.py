@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -141,19 +142,27 @@ def test_sums_under_a_norm_have_the_bits_of_both(ranks: int, wide: bool, device:
         weight = torch.randn(size, generator=generator, device=device).to(torch.float32 if wide else torch.bfloat16)
         expected = world.sums([*parts], bias, residual.contiguous())[0]
         for norm, quantises in ((rms_norm, False), (rms_norm_fp8, True)):
-            one = norm(expected, weight, 1e-5)
-            known = (one.x, *one.plain()) if isinstance(one, Fp8Rows) else (one,)
+            known = parts_of(norm(expected, weight, 1e-5))
             for total, made in world.on_each(
                 [*parts],
-                lambda *given: peer_sums.sum_under(*given, bias, residual, weight, 1e-5, quantises),  # noqa: B023
+                partial(summed, bias, residual, weight, quantises),
                 rows,
             ):
-                found = (made.x, *made.plain()) if isinstance(made, Fp8Rows) else (made,)
-                assert torch.equal(total, expected) and all(map(equal, found, known)), call
+                assert torch.equal(total, expected) and all(map(torch.equal, parts_of(made), known)), call
 
 
-def equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.float(), other.float())
+def summed(
+    bias: Tensor | None, residual: Tensor, weight: Tensor, quantises: bool, peers: Peers, part: Tensor
+) -> tuple[Tensor, Tensor | Fp8Rows]:
+    return peer_sums.sum_under(peers, part, bias, residual, weight, 1e-5, quantises)
+
+
+def parts_of(normed: Tensor | Fp8Rows) -> list[Tensor]:
+    if isinstance(normed, Tensor):
+        return [normed]
+    assert normed.x is not None
+    codes, scales = normed.plain()
+    return [normed.x, codes.float(), scales]
 
 
 def test_half_types_are_rounded_once(device: torch.device) -> None:
