@@ -16,7 +16,7 @@ from draftwing.server.chat import Chat
 from draftwing.server.ollama_bodies import OllamaChatRequest
 from draftwing.server.openai.responses.schema import ResponsesRequest
 from draftwing.server.openai.schema import ChatRequest
-from draftwing.server.operations import TokenizeRequest
+from draftwing.server.tokenizing import TokenizeRequest
 
 ITEMS = "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}" + (
     "{% for k, v in c.function.arguments | items %}<{{ k }}={{ v | tojson }}>{% endfor %}{% endfor %}{% endfor %}"
