@@ -18,12 +18,19 @@ from toy_grammar import ToyGrammar
 
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.engine import prefill_graphs
+from draftwing.engine.graphs import RecordedStages
 from draftwing.images.processing import Tile
 from draftwing.images.reader import Picture, Prompt, placed, read
+from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.models.decoder import DecoderModel
+from draftwing.models.dummy import fill_random
+from draftwing.models.heads.mtp import MTPHead
+from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.table import TorchOps
 from draftwing.requests.request import LogprobParams
+from draftwing.spec.build import make_model_drafter
 
 TOKENS = 30
 TREE = TreeShape(4, 3, 11)
@@ -191,6 +198,42 @@ def test_prompts_from_graphs(case: Any, mixed: bool, monkeypatch: pytest.MonkeyP
     assert (prefills.mixed_replays if mixed else prefills.replays) > 2
     mutual = any(image.mutual for _, images in prompts for image in images)
     assert (all(launched) if mutual else not launched) and len(launched) >= mutual
+
+
+@pytest.mark.slow
+@pytest.mark.further(kind="qwen3-vl", drafter=[None, "NEXTN"])
+@pytest.mark.parametrize("drafter", [None, "ngram", "NEXTN"])
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-vl"])
+def test_steps_behind_images_are_recorded_on_a_cpu(
+    kind: str, drafter: str | None, tmp_path: Path, one_thread: None
+) -> None:
+    """Where positions behind images are not those in the text, beside rows of text alone."""
+    folder, ops = write_model(tmp_path / kind, kind), make_ops(torch.device("cpu"))
+    model = load_model(folder, torch.float32, "cpu", weight_format=BlockFormat("Q8_0", ops))
+    model.pack(ops, True)
+    model.tower = loaded(folder)[0].tower
+    prompts = [prompt_of(folder, i, shown) for i, shown in enumerate(SHOWN)]
+    params = [greedy(TOKENS) if i < 4 else seeded(TOKENS, seed=i) for i in range(len(prompts))]
+
+    plain = Rig(model, rows=1, radix=False)
+    if not isinstance(plain.executor.graphs, RecordedStages):
+        pytest.skip("nothing is recorded here")
+    plain.executor.graphs.key = lambda *key: None  # type: ignore[method-assign, assignment]
+    expected = answers(plain, prompts, params).tokens
+    drafts = _next_layer(model, ops) if drafter == "NEXTN" else drafter
+    rig = Rig(model, rows=2, drafter=drafts, policy=Cycle(*[TreeShape(3, 2, 8)] * bool(drafter)))
+    assert answers(rig, prompts, params).tokens == expected
+    stages = rig.executor.graphs
+    assert isinstance(stages, RecordedStages) and not stages.refused
+    assert stages.replays > 3 * TOKENS and not plain.executor.graphs.replays
+
+
+def _next_layer(model: DecoderModel, ops: TorchOps) -> Any:
+    """Returns a drafter of a random prediction layer, in blocks."""
+    head = MTPHead(model, 1, torch.float32, "cpu", model.config.weight_format)
+    fill_random(head, "cpu")
+    head.pack(ops)
+    return make_model_drafter(head.eval(), 3, 4, torch.float32, ops)
 
 
 @pytest.mark.further(case=OTHERS)

@@ -89,7 +89,7 @@ def test_trees_of_many_adapters(requests: int, each: int, triton_ops: TorchOps) 
             down = made(ops, dtype, rank, 64, seed=slot) / 8
             weights.set(slot, place, down, made(ops, dtype, 48, rank, seed=slot + place), 1 + slot / 8)
     table = torch.arange(requests, device=ops.device) * 7 % (count + 1)
-    rows = ops.row_slots(table, torch.arange(requests, device=ops.device), each)
+    rows = ops.row_numbers(table, torch.arange(requests, device=ops.device), each)
     x, y = made(ops, dtype, len(rows), 64), made(ops, dtype, len(rows) + 2, 96, seed=1)
     found, plan = y.clone(), ops.adapter_plan(rows)
     ops.adapter_up(found[1:-1], ops.adapter_down(x, weights, rows, plan), weights, rows, plan)
@@ -228,13 +228,6 @@ def test_a_cleared_slot_adds_nothing(ops: TorchOps) -> None:
     found = y.clone()
     ops.adapt(found, x, weights, rows)
     assert torch.equal(found[1], y[1]) and not torch.equal(found[0], y[0])
-
-
-def test_slots_of_rows(ops: TorchOps) -> None:
-    table = torch.tensor([0, 3, 1, 2], device=ops.device)
-    rows = torch.tensor([3, 0, 1], device=ops.device)
-    assert ops.row_slots(table, rows, 2).tolist() == [2, 2, 0, 0, 3, 3]
-    assert ops.row_slots(table, rows[:0], 2).shape == (0,)
 
 
 # -- factors in 8 bits, on a CPU beside weights in blocks

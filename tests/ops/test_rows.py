@@ -45,6 +45,16 @@ def test_take_rows(shape: tuple[int, ...], dtype: torch.dtype, ops: TorchOps) ->
                 ops.take_rows(made(ops, dtype, 7, *shape), torch.tensor([2, wrong]))
 
 
+def test_row_numbers(ops: TorchOps) -> None:
+    table, rows = torch.tensor([0, 3, 1, 2], device=ops.device), torch.tensor([3, 0, 1], device=ops.device)
+    for some in (rows, rows.repeat_interleave(2)[::2]):
+        assert ops.row_numbers(table, some, 2).tolist() == [2, 2, 0, 0, 3, 3]
+        added = torch.tensor([10, 20, -5, 1 << 40, 30, 0], device=ops.device)
+        assert ops.row_numbers(table, some, 2, added).tolist() == [12, 22, -5, 1 << 40, 33, 3]
+    for added in (None, rows[:0]):
+        assert ops.row_numbers(table, rows[:0], 2, added).shape == (0,)
+
+
 @pytest.mark.parametrize("size", [100, 2048])
 def test_share_rows(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     whole = made(ops, dtype, 10, size)

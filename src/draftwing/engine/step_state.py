@@ -143,7 +143,6 @@ class TreeStep(NamedTuple):
     guidance: Guides | None = None  # the host's part in it
     total: int = 0  # nodes that are verified, over all rows; 0: all
     edited: bool = False  # whether rows have penalties or biases that the sampler applies by row
-    shifted: bool = False  # whether rows may have other positions for the rotary embedding than in their text
     adapted: bool = False  # whether rows have adapters
 
 

@@ -73,7 +73,7 @@ class TargetForward:
         slots = None
         if adapted:
             assert self._table.adapters is not None and batch.query_rows is not None
-            slots = self._ops.row_slots(self._table.adapters, batch.query_rows, 1)
+            slots = self._ops.row_numbers(self._table.adapters, batch.query_rows, 1)
             slots = slots if trees is None else torch.cat((self._slots(trees), slots))
         return self.run(batch, trees, adapted=slots)
 
@@ -85,14 +85,14 @@ class TargetForward:
         """Returns the slots of the adapters of trees' queries, [M] int64."""
         assert self._table.adapters is not None
         each = len(trees.ids) // len(trees.rows)
-        return self._ops.row_slots(self._table.adapters, trees.rows, each)
+        return self._ops.row_numbers(self._table.adapters, trees.rows, each)
 
     def _prompt_slots(self, pending: Pending) -> Tensor | None:
         """Returns those of the queries of a prefill; None where none has an adapter."""
         if not pending.plan.adapted:
             return None
         assert self._table.adapters is not None and pending.upload is not None
-        return self._ops.row_slots(self._table.adapters, pending.upload.token_rows, 1)
+        return self._ops.row_numbers(self._table.adapters, pending.upload.token_rows, 1)
 
     def prefill(self, pending: Pending) -> Verified:
         """Runs the target over a prefill."""

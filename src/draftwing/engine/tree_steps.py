@@ -68,15 +68,12 @@ class TreeSteps:
             if self._drafted_steps % FORGET_EVERY == 0:
                 forget(self._calibration)
         filtered = len(plan.filtered) > 0
-        shifted = self._shifts(plan)
-        if shifted and self._ops.can_record:  # such steps are not recorded
-            key = None
         if key is None:
             rows, groups = self._table.upload_step(plan)
             total = len(plan.rows) * plan.shape.verified if known and not whole else 0
             return TreeStep(
                 None, rows, plan.shape, plan.max_kv_len, groups, filtered, plan if special else None, guidance, total,
-                edited, shifted, plan.adapted,
+                edited, plan.adapted,
             )  # fmt: skip
         self._table.upload_state(plan)
         self._graphs.set_rows(plan.rows, key.size)
@@ -88,7 +85,7 @@ class TreeSteps:
             rows, total = self._graphs.rows[: key.size], key.size * key.shape.verified
             known = TreeStep(
                 key, rows, key.shape, self._table.length, self._nobody, filtered, total=total, edited=edited,
-                shifted=self._shifts(None), adapted=adapted,
+                adapted=adapted,
             )  # fmt: skip
             self._graph_steps[key, filtered, edited, adapted] = known
         return known
@@ -110,19 +107,9 @@ class TreeSteps:
             key = Beside(key)  # what it reads lies elsewhere
         return run("commit", key, self._commit, step, drafted, verified, keep=True)
 
-    def _shifts(self, plan: Plan | None) -> bool:
-        """Returns whether rows of a plan have other positions for the rotary embedding than in their text. None: of
-        steps with graphs, which know no rows: whether any row may."""
-        if self._images is None or self._images.shift is None:
-            return False
-        return plan is None or not self._ops.can_record or self._images.any_shifted(plan.rows)
-
     def draft(self, step: TreeStep) -> DraftBatch:
         drafted = self._drafted(step)
-        if not step.shifted:
-            return drafted
-        assert self._images is not None
-        return drafted._replace(batch=self._images.turned(drafted.batch))
+        return drafted if self._images is None else drafted._replace(batch=self._images.turned(drafted.batch))
 
     def _drafted(self, step: TreeStep) -> DraftBatch:
         rows, shape, special, guidance = step.rows, step.shape, step.special, step.guidance

@@ -108,7 +108,7 @@ class LayerOps:
         self.concat_rope, self.head_queries, self.turn_heads = rope.concat_rope, rope.head_queries, rope.turn_heads
 
         self.concat_columns, self.share_rows = rows.concat_columns, rows.share_rows
-        self.take_rows, self.put_rows = rows.take_rows, rows.put_rows
+        self.take_rows, self.put_rows, self.row_numbers = rows.take_rows, rows.put_rows, rows.row_numbers
 
         self.exact_logits, self.every_logit = logits.exact_logits, logits.every_logit
         self.sums_logits = logits.sums_logits
@@ -129,8 +129,7 @@ class LayerOps:
         self.scaled_inputs = experts.scaled_inputs
 
         self.empty_adapters = adapters.empty_adapters
-        self.row_slots, self.adapt = adapters.row_slots, adapters.adapt
-        self.adapter_down, self.adapter_up = adapters.adapter_down, adapters.adapter_up
+        self.adapt, self.adapter_down, self.adapter_up = adapters.adapt, adapters.adapter_down, adapters.adapter_up
         self.adapts_ahead, self.adapter_plan = adapters.adapts_ahead, adapters.adapter_plan
         self.adds_late, self.adapted_silu_mul = adapters.adds_late, adapters.adapted_silu_mul
         self.adapted_rms_norm, self.adapted_add_rms_norm = adapters.adapted_rms_norm, adapters.adapted_add_rms_norm

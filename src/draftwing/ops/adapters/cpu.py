@@ -99,11 +99,6 @@ class CpuAdapterOps(AdapterOps):
             return RoundedWeights.of_blocks(slots, rank, inputs, ends)
         return super().empty_adapters(slots, rank, inputs, ends, dtype, device, in_blocks)
 
-    def row_slots(self, table: Tensor, rows: Tensor, each: int) -> Tensor:
-        rows, out = rows.contiguous(), rows.new_empty(len(rows) * each)
-        self.raw.row_numbers(out, table, rows, len(rows), each)
-        return out
-
     def adapt(self, y: Tensor, x: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None) -> None:
         if not _takes(y, x, weights):
             super().adapt(y, x, weights, slots)

@@ -118,10 +118,6 @@ class AdapterOps:
         half = in_blocks and dtype == torch.float32
         return AdapterWeights.empty(slots, rank, inputs, ends, torch.bfloat16 if half else dtype, device)
 
-    def row_slots(self, table: Tensor, rows: Tensor, each: int) -> Tensor:
-        """table [R] int64, rows [B] int64 -> the slot of each of their queries, so many a row, [B * each] int64."""
-        return table[rows].repeat_interleave(each)
-
     def adapter_plan(self, slots: Tensor) -> Tensor | None:
         """slots [M] int64 -> what the operations below need of them, if they need anything; without it they make it
         each time."""

@@ -186,9 +186,6 @@ class TritonAdapterOps(AdapterOps):
     adapts_ahead = True
     adds_late = MOST_ROWS
 
-    def row_slots(self, table: Tensor, rows: Tensor, each: int) -> Tensor:
-        return table.index_select(0, rows).unsqueeze(1).expand(-1, each).reshape(-1)
-
     def adapter_plan(self, slots: Tensor) -> Tensor:
         """slots [M] int64 -> as `_plan_kernel` has it"""
         rows = len(slots)

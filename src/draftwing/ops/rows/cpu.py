@@ -48,6 +48,12 @@ class CpuRowOps(RowOps):
         self.raw.take_rows(out, source, source.shape[0], size, index, count)
         return out
 
+    def row_numbers(self, table: Tensor, rows: Tensor, each: int, added: Tensor | None = None) -> Tensor:
+        assert added is None or (len(added) == len(rows) * each and added.is_contiguous())
+        rows, out = rows.contiguous(), rows.new_empty(len(rows) * each)
+        self.raw.row_numbers(out, table, rows, len(rows), each, added)
+        return out
+
     def put_rows(self, target: Tensor, index: Tensor, source: Tensor) -> None:
         """Copies few rows, which steps that are recorded have, by the call that keeps the newest query of each row, of
         one."""

@@ -21,6 +21,12 @@ class RowOps:
         """target [R, T], index [M] int64, source [M, T]: target[index] = source"""
         target.index_copy_(0, index, source)
 
+    def row_numbers(self, table: Tensor, rows: Tensor, each: int, added: Tensor | None = None) -> Tensor:
+        """table [R], rows [B], both int64 -> the number of each row's queries, so many a row, [B * each], plus those of
+        `added` [B * each]."""
+        found = table.index_select(0, rows).unsqueeze(1)
+        return found.expand(-1, each).flatten() if added is None else (found + added.view(-1, each)).flatten()
+
     def share_rows(self, source: Tensor, index: Tensor, begin: int) -> Tensor:
         """source [R, size], the rows [begin, begin + R) of a whole, index [M] int64 into the whole -> [M, size], 0
         where the row is not in `source`."""

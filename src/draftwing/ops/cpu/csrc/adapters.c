@@ -210,16 +210,7 @@ static void adapters(int64_t *n) {
     run_team_unlocked(some_adapters, j, &j->team, work < FEW ? NULL : j->workers);
 }
 
-/* out [rows * each], table, rows, count, each: the table's number of each row, so many times */
-static void row_numbers(int64_t *n) {
-    int64_t *out = POINTER(n[0]);
-    const int64_t *table = POINTER(n[1]), *rows = POINTER(n[2]);
-    for (int64_t row = 0; row < n[3]; row++)
-        for (int64_t i = 0; i < n[4]; i++) *out++ = table[rows[row]];
-}
-
 Function adapter_functions[] = {
     {"adapters", adapters, UP_TO(Adapters, team), sizeof(Adapters)},
-    {"row_numbers", row_numbers, 5},
     {0},
 };

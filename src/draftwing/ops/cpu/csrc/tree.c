@@ -373,6 +373,14 @@ static void take_rows(int64_t *n) {
     }
 }
 
+/* out [count * each]; table; rows [count], count, each; added [count * each] or 0: the table's number of each row, so
+   many times, with what is added */
+static void row_numbers(int64_t *n) {
+    int64_t *out = POINTER(n[0]);
+    const int64_t *table = POINTER(n[1]), *rows = POINTER(n[2]), *added = POINTER(n[5]);
+    for (int64_t i = 0; i < n[3] * n[4]; i++) out[i] = table[rows[i / n[4]]] + (added ? added[i] : 0);
+}
+
 /* -- the input of a draft head's first GEMM ----------------------------------------------------------------------- */
 
 /* A row of x, normed where it has a weight; NULL: zeros. */
@@ -494,6 +502,7 @@ Function tree_functions[] = {
     {"confident", confident, 13},
     {"rename", rename_ids, 3},
     {"take_rows", take_rows, 6},
+    {"row_numbers", row_numbers, 6},
     {"fuse", fuse, 12, .doubles = 1},
     {"exact_logits", exact_logits, 8},
     {"keep_unseen", keep_unseen, 12},
