@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
 from decoder_configs import decoder_config
+from thread_ranks import shares_of
+from torch import Tensor
 
 from draftwing.kv.pool import KVPool
 from draftwing.layers.attention import AttentionConfig
@@ -40,14 +44,27 @@ def config_of(experts: ExpertConfig | None) -> ModelConfig:
     return replace(config, layers=(*config.layers[:2], *reads[2:]))
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("experts", [None, ExpertConfig(6, Routing(2), 32)], ids=["mlp", "experts"])
-@torch.inference_mode()
-def test_last_tokens_have_the_hidden_states_that_they_have_among_all(experts: ExpertConfig | None) -> None:
+def test_last_tokens_have_the_hidden_states_that_they_have_among_all(experts: ExpertConfig | None, size: int) -> None:
+    """Of one rank, and of two, whose sums come under the norms that read them next."""
     ops = TorchOps(CPU, experts=UnderNorms(NormOps(), reads_routes=True))
     model = DecoderModel(config_of(experts), torch.float32, "meta")
     fill_random(model, CPU)
+    shares = shares_of(model, ops, size) if size > 1 else [model]
+    if size == 1:
+        model.pack(ops)
+    with ThreadPoolExecutor(size) as pool:
+        for last, whole, found in pool.map(partial(hidden_states, ops), shares):
+            torch.testing.assert_close(found[last], whole[last], atol=1e-5, rtol=1e-5)
+            others = torch.ones(14, dtype=torch.bool).index_fill(0, last, False)
+            assert not found[others].any() and whole[others].any()
+
+
+@torch.inference_mode()
+def hidden_states(ops: TorchOps, model: DecoderModel) -> tuple[Tensor, Tensor, Tensor]:
+    """Which queries are the last, and the hidden states [14, H] without narrowing and with it."""
     model.set_max_positions(64)
-    model.pack(ops)
     none: Any = torch.zeros(0, dtype=torch.int64)
     lengths = (9, 5)
     table = 1 + torch.arange(32).view(2, 16)
@@ -63,6 +80,4 @@ def test_last_tokens_have_the_hidden_states_that_they_have_among_all(experts: Ex
     narrowed = Narrowed(last, attention.bind(batch.ends(last), 0))
     found, aux = model(batch.ids, positions, attention.bind(batch, 0), narrowed=narrowed)
     assert model.keepers == 2 and aux is None
-    torch.testing.assert_close(found[last], whole[last], atol=1e-5, rtol=1e-5)
-    others = torch.ones(14, dtype=torch.bool).index_fill(0, last, False)
-    assert not found[others].any() and whole[others].any()
+    return last, whole, found

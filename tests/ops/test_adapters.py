@@ -14,6 +14,7 @@ from draftwing.layers.adapters import AdaptedWeight
 from draftwing.ops.adapters.spec import AdapterWeights, Added, QueryAdapters
 from draftwing.ops.attention.batch import FULL, Batch, HeadNorms
 from draftwing.ops.table import TorchOps
+from draftwing.parallel.ranks import Absent
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 RANKS = ((4, 4, 1), (0, 7, 0), (16, 3, 9))  # of the slices of three slots
@@ -114,10 +115,16 @@ def test_what_is_begun_before_a_product(triton_ops: TorchOps) -> None:
     x, y = made(ops, torch.bfloat16, 20, 64), made(ops, torch.bfloat16, 20, 96, seed=1)
     queries, some = QueryAdapters(), torch.tensor([3, 5, 7], device=ops.device)
     layer, found, few, want = AdaptedWeight(queries, weights, ops, None, True), y.clone(), y[some], y.clone()
+    summed = AdaptedWeight(queries, weights, ops, Absent(2), True)
     with queries.of(slots, ops.adapter_plan(slots)):
         begun = layer.begin(x)
         assert begun is not None
         layer.add(found, x, begun)
+        assert not layer.leave(begun)
+        layer.defers = summed.defers = True
+        assert layer.leave(begun) and not summed.leave(begun), "a sum over ranks is still to be taken of it"
+        left = layer.take()
+        assert left is not None and left.made is begun and layer.take() is None
         queries.narrow(some)
         layer.add(few, x[some], layer.begin(x[some]))
     ops.adapt(want, x, weights, slots)

@@ -68,6 +68,8 @@ class DecoderLayer(nn.Module):
         self._whole: WholeLayers | None = None  # all of it, for few rows
         self._queries: QueryAdapters | None = None  # where there may be adapters
         self._quantises = False, False  # whether norms give activations in fp8: that of the mixer, and of the MLP
+        self._mixer_sum: NormedSum | None = None  # over ranks, that the mixer ends with
+        self._mlp_sum: NormedSum | None = None
 
     def pack(self, ops: LayerOps) -> None:
         """Lets the device do the layer in one call where it can; when the parts are packed."""
@@ -75,24 +77,25 @@ class DecoderLayer(nn.Module):
         mixer, mlp = self.mixer, self.mlp
         if isinstance(mlp, UngatedMLP):
             mlp.pack(ops)
+        self._mixer_sum = _sum_of(mixer.linears()[-1]) if mixer.linears() else None
+        self._mlp_sum = mlp.sum if isinstance(mlp, ExpertMLP) else None if mlp is None else _sum_of(mlp.down)
         if self._centred:  # which gives no activations in fp8
             return
         first = mixer.linears()[: mixer.before_attention] if mixer.takes_fp8 else []
         self._quantises = any(linear.takes_fp8 for linear in first), isinstance(mlp, GatedMLP) and mlp.gate_up.takes_fp8
         self._whole = whole_layers(ops, [self.weights()])
-        if self._sums_plainly and (made := self._sum_of_mixer) is not None and self.mlp_norm is not None:
-            made.lead_to(self.mlp_norm.of_next_sum(self._quantises[1]))
+        if self._sums_plainly and self._mixer_sum is not None and self.mlp_norm is not None:
+            self._mixer_sum.lead_to(self.mlp_norm.of_next_sum(self._quantises[1]))
 
     def lead_to(self, norm: RMSNorm | None, quantises: bool) -> None:
         """Has a sum over ranks that the layer ends with made under this norm, too, which comes next: see `take_normed`.
         quantises: whether it gives activations in fp8. After `pack`."""
-        if self._sums_plainly and self.end is None and (made := self._sum_of_mlp) is not None:
-            made.lead_to(None if norm is None else norm.of_next_sum(quantises))
+        if self._sums_plainly and self.end is None and self._mlp_sum is not None:
+            self._mlp_sum.lead_to(None if norm is None else norm.of_next_sum(quantises))
 
     def take_normed(self) -> Tensor | Fp8Rows | None:
         """Returns what the layer gave under the norm of `lead_to`, once, if its sum was made so."""
-        made = self._sum_of_mlp
-        return None if made is None else made.take()
+        return None if self._mlp_sum is None else self._mlp_sum.take()
 
     @property
     def first_norm(self) -> tuple[RMSNorm | None, bool]:
@@ -106,18 +109,6 @@ class DecoderLayer(nn.Module):
         apart = self._parallel or self._centred or self._scale != 1 or any(one is not None for one in others)
         return self._mixes and not apart
 
-    @property
-    def _sum_of_mixer(self) -> NormedSum | None:
-        """Returns the sum over ranks that the mixer ends with."""
-        last = self.mixer.linears()[-1].op if self.mixer.linears() else None
-        return last.sum if isinstance(last, RowParallel) else None
-
-    @property
-    def _sum_of_mlp(self) -> NormedSum | None:
-        if self.mlp is None or isinstance(self.mlp, ExpertMLP):
-            return None if self.mlp is None else self.mlp.sum
-        return self.mlp.down.op.sum if isinstance(self.mlp.down.op, RowParallel) else None
-
     def use(self, ops: LayerOps) -> None:
         """Lets the device add residuals as it does it best; without packing."""
         self._ops = ops
@@ -128,7 +119,7 @@ class DecoderLayer(nn.Module):
     def take_adapters(self, queries: QueryAdapters) -> None:
         """Asks these from now on whether some have adapters, and quantises nothing that adapters read."""
         self._queries, self._quantises = queries, (False, False)
-        for made in (self._sum_of_mixer, self._sum_of_mlp):  # to which adapters add yet
+        for made in (self._mixer_sum, self._mlp_sum):  # to which adapters add yet
             if made is not None:
                 made.lead_to(None)
         self._whole = None if self._whole is None else whole_layers(self._ops, [self.weights()])
@@ -284,7 +275,7 @@ class DecoderLayer(nn.Module):
         if self._scale != 1:
             x, normed = self._before_mlp(normed, x, cos, sin, attend)
             return self._ops.add_scaled(x, self._ops.add_scaled(self.mlp(normed), None, self._scale))
-        ranks = self._sum_of_mixer
+        ranks = self._mixer_sum
         if self._ops.norm_adds_residual and (ranks is None or self._queries is not None):
             out = self.mixer(normed, cos, sin, attend)
             left = self.mixer.linears()[-1].take_left() if self._queries is not None else None
@@ -295,6 +286,11 @@ class DecoderLayer(nn.Module):
             normed = under if under is not None else norm.quantised(x) if quantises else norm(x)
         # Quantised for a `GatedMLP` alone.
         return self.mlp(normed, residual=normed if self._normed_residual else x)  # type: ignore[arg-type]
+
+
+def _sum_of(last: Linear) -> NormedSum | None:
+    """Returns the sum over ranks that a packed product is."""
+    return last.op.sum if isinstance(last.op, RowParallel) else None
 
 
 def whole_layers(ops: LayerOps, layers: Sequence[LayerWeights | None], kept: Sequence[int] = ()) -> WholeLayers | None:

@@ -81,7 +81,7 @@ def join(
 
 
 class Group(Ranks):
-    """gloo on a CPU; on GPUs NCCL, and for sums of few rows `LayerOps.peer_sums`."""
+    """gloo on a CPU; on GPUs NCCL, and for what is not too large `LayerOps.peer_sums`."""
 
     def __init__(
         self,
