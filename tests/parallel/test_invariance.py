@@ -154,6 +154,14 @@ def test_outputs_are_shared_in_units_of_kernels(whole: int, size: int, expected:
     assert [share.start for share in shares] == [sum(share.size for share in shares[:rank]) for rank in range(size)]
 
 
+@pytest.mark.parametrize("whole", [2100, 2600, 3100, 4096, 32003])
+def test_each_rank_has_some_of_a_vocabulary(whole: int) -> None:
+    for size in range(1, 9):
+        shares = [Absent(size, rank, invariant=True).share(whole) for rank in range(size)]
+        assert sum(share.size for share in shares) == whole and min(share.size for share in shares) > 0
+        assert whole < 8000 or all(share.start % 64 == 0 for share in shares)
+
+
 def test_norms_over_a_group_that_ranks_share_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, reference("granite4"))
     load_config(folder).spread(Absent(2))

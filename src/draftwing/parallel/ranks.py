@@ -92,7 +92,8 @@ class Ranks(ABC):
     def share(self, whole: int) -> Share:
         """Returns this rank's share of so many rows or columns, which need not be a multiple of the ranks."""
         share_rows = -(-whole // self.size)
-        if self.invariant and whole >= MANY * UNIT * self.size:  # so that kernels take a share that take the whole
+        least_units = max(MANY, self.size)  # with fewer units each, the last one might have nothing
+        if self.invariant and whole >= least_units * UNIT * self.size:  # so kernels take a share that take the whole
             share_rows = -(-share_rows // UNIT) * UNIT
         start = min(self.rank * share_rows, whole)
         return Share(start, min(share_rows, whole - start), whole)
