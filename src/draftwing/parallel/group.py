@@ -106,7 +106,8 @@ class Group(Ranks):
     def title(self) -> str:  # type: ignore[override]
         parts = f"gathered by {self._backend}"
         if self._peers is not None and not isinstance(self._peers, str):
-            parts = f"of few rows read from the other GPUs' memory, of more {parts}"
+            most = "few rows" if self.invariant else "up to 64 MB"
+            parts = f"of {most} read from the other GPUs' memory, of more {parts}"
         if self.invariant:
             return f"{parts}, none added: each rank makes some outputs of all inputs, and holds the bits of one alone"
         return f"{parts}, added in the order of the ranks, so that all of them hold the same bits"
@@ -159,7 +160,7 @@ class Group(Ranks):
         if self._peers is None:
             self._peers = ops.peer_sums(self.rank, self.size, self.exchange) if ops.peer_sums is not None else ""
             if self._peers and isinstance(self._peers, str):
-                logger.warning("sums of few rows go through %s, which is slower: %s", self._backend, self._peers)
+                logger.warning("sums over ranks go through %s, which is slower: %s", self._backend, self._peers)
         return None if isinstance(self._peers, str) else self._peers
 
     def swap(self, x: Tensor) -> Tensor:
