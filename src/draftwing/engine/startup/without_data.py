@@ -54,6 +54,9 @@ class _NoLayer(nn.Module):
     def under(self, norm: nn.Module, normed: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return x, normed
 
+    def take_normed(self) -> None:
+        """Gives nothing under a norm."""
+
 
 class NoDevice(CpuDevice):
     """Takes everything and does nothing."""
