@@ -1,13 +1,17 @@
 """Pictures on a CPU beside llama.cpp: time to the first token, of the tower and of the prompt apart, and tokens a
 second after it.
 
-    python benchmarks/images_cpu.py --out result.json [--size 0.8B] [--quantised Q8_0] [--pictures 640x480,2304x1728]
+    python benchmarks/images_cpu.py --out result.json [--size 0.8B] [--quantised Q8_0] [--pictures none,640x480]
 
 Files have the shapes of Qwen3.5 and random weights (`hybrid_cpu.py`), with a tower in 16 bits beside them (`mmproj`).
 Both serve over HTTP, without drafts and cached prefixes, and take turns; each round has another picture. What the tower
 takes is, of ours, how much sooner the same picture has its first token when it is sent again, with its features known;
-of llama.cpp, what its log says. A figure is the median of the rounds, a ratio the median of the rounds' ratios.
-`llama_cpp_build.py` says what a build of llama.cpp needs; `--contenders draftwing` leaves it out.
+of llama.cpp, what its log says. A picture `none` is text alone. A figure is the median of the rounds, a ratio the
+median of the rounds' ratios; each round is printed and kept as soon as it ends. `llama_cpp_build.py` says what a build
+of llama.cpp needs; `--contenders draftwing` leaves it out.
+
+What a tower takes grows with the square of the pixels: on two cores a round of both takes some 15 s with 640x480 at
+0.8B, but four minutes with 2304x1728. `--rounds 1` is enough for these, and `--files FOLDER` keeps the files.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from llama_cpp_build import CACHE, ISAS, VERSION, build
 from load_runs import listed, machine
 from PIL import Image
 
-OURS, LLAMA = "draftwing", "llama.cpp"
+OURS, LLAMA, NONE = "draftwing", "llama.cpp", "none"
 MARKER = "<picture>"  # stands for one in prompts of llama.cpp
 TEXT = "ab" * 12, "ba" * 12  # before a picture and behind it
 LOUD = "-np", "1", "-lv", "4"  # else it does not say what a tower takes
@@ -127,22 +131,26 @@ def timed(server: Server, path: str, body: dict[str, Any], tokens: int) -> tuple
 
 
 def ask_ours(server: Server, data: str, tokens: int) -> Seen:
-    body = {
-        "text": "".join((TEXT[0], *IMAGE_TOKENS, TEXT[1])), "image_data": data,
-        "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
-    }  # fmt: skip
-    first, _ = timed(server, "/generate", body, 1)
+    """data: of the picture; empty: none."""
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body = {"text": "".join((TEXT[0], *IMAGE_TOKENS * bool(data), TEXT[1])), "sampling_params": sampling}
+    if not data:
+        first, rate = timed(server, "/generate", body, tokens)
+        return Seen(first, 0.0, first, rate)
+    body["image_data"] = data
+    first, _ = timed(server, "/generate", body | {"sampling_params": sampling | {"max_new_tokens": 1}}, 1)
     again, rate = timed(server, "/generate", body, tokens)
     return Seen(first, first - again, again, rate)
 
 
 def ask_llama(server: Server, data: str, tokens: int) -> Seen:
-    body = {
-        "prompt": {"prompt_string": MARKER.join(TEXT), "multimodal_data": [data]}, "n_predict": tokens,
-        "temperature": 0, "ignore_eos": True, "cache_prompt": False,
-    }  # fmt: skip
+    """As `ask_ours`."""
+    prompt = {"prompt_string": MARKER.join(TEXT), "multimodal_data": [data]} if data else "".join(TEXT)
+    body = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
     before = server.log.stat().st_size
     first, rate = timed(server, "/completion", body, tokens)
+    if not data:
+        return Seen(first, 0.0, first, rate)
     time.sleep(0.2)  # it writes its log beside its work
     said = server.log.read_bytes()[before:].decode(errors="replace")
     found = ENCODED.search(said)
@@ -167,8 +175,8 @@ def contenders(args: argparse.Namespace, file: Path, projector: Path) -> list[Co
     return found
 
 
-def measured(args: argparse.Namespace, file: Path, projector: Path) -> dict[str, dict[str, list[Seen]]]:
-    """The rounds of each contender, by the picture's size."""
+def measure(args: argparse.Namespace, file: Path, projector: Path) -> None:
+    """Runs the rounds of each contender, by the picture's size."""
     found: dict[str, dict[str, list[Seen]]] = {}
     logs = Path(tempfile.mkdtemp(prefix="logs-"))  # which stay, for errors name them
     with ExitStack() as stack:
@@ -181,10 +189,19 @@ def measured(args: argparse.Namespace, file: Path, projector: Path) -> dict[str,
         for size in args.pictures:
             rounds = found[size] = {server.contender.name: [] for server in servers}
             for number in range(1, args.rounds + 1):
-                shown = picture(*map(int, size.split("x")), number)
+                shown = "" if size == NONE else picture(*map(int, size.split("x")), number)
                 for server in servers:
-                    rounds[server.contender.name].append(ASK[server.contender.name](server, shown, args.tokens))
-    return found
+                    name = server.contender.name
+                    seen = ASK[name](server, shown, args.tokens)
+                    rounds[name].append(seen)
+                    print(f"{args.size} {size} round {number} {name}:", in_words(seen._asdict()), flush=True)
+                write(args, found)
+            for name, figures in summary(rounds).items():
+                print(f"{args.size} {size} {name}:", in_words(figures), flush=True)
+
+
+def in_words(figures: dict[str, float]) -> str:
+    return ", ".join(f"{field} {value:.3g}" for field, value in figures.items())
 
 
 def summary(rounds: dict[str, list[Seen]]) -> dict[str, Any]:
@@ -198,15 +215,26 @@ def summary(rounds: dict[str, list[Seen]]) -> dict[str, Any]:
         found["ratio"] = {
             field: statistics.median(getattr(theirs, field) / getattr(ours, field) for ours, theirs in pairs)
             for field in Seen._fields[:-1]
+            if getattr(rounds[OURS][0], field)
         } | {"rate": statistics.median(ours.rate / theirs.rate for ours, theirs in pairs)}
     return found
+
+
+def write(args: argparse.Namespace, found: dict[str, dict[str, list[Seen]]]) -> None:
+    if args.out:
+        results = {size: summary(rounds) for size, rounds in found.items()}
+        about = {
+            "machine": machine(), "date": time.strftime("%Y-%m-%d"), "load": os.getloadavg(), "size": args.size,
+            "kind": args.quantised, "llama_cpp_python": VERSION, "rounds": found, "results": results,
+        }  # fmt: skip
+        args.out.write_text(json.dumps(about, indent=1) + "\n", encoding="utf8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=TOWERS, default="0.8B")
     parser.add_argument("--quantised", choices=MIXTURES, default="Q4_K")
-    parser.add_argument("--pictures", type=listed(str), default=["640x480", "2304x1728"])
+    parser.add_argument("--pictures", type=listed(str), default=[NONE, "640x480", "1920x1080"])
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--rounds", type=int, default=3)
@@ -224,17 +252,7 @@ def main() -> None:
             write_random(file, SIZES[args.size], MIXTURES[args.quantised], 32768)
         if not projector.exists():
             write_projector(projector, TOWERS[args.size], SIZES[args.size].hidden)
-        found = measured(args, file, projector)
-    results = {size: summary(rounds) for size, rounds in found.items()}
-    for size, by_name in results.items():
-        for name, figures in by_name.items():
-            print(f"{args.size} {size} {name}:", ", ".join(f"{field} {value:.3g}" for field, value in figures.items()))
-    if args.out:
-        about = {
-            "machine": machine(), "date": time.strftime("%Y-%m-%d"), "load": os.getloadavg(), "size": args.size,
-            "kind": args.quantised, "llama_cpp_python": VERSION, "rounds": found, "results": results,
-        }  # fmt: skip
-        args.out.write_text(json.dumps(about, indent=1) + "\n", encoding="utf8")
+        measure(args, file, projector)
 
 
 if __name__ == "__main__":
