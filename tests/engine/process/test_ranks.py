@@ -451,7 +451,7 @@ class Named:
     """A setup that a process reads without importing what is in one."""
 
     def __init__(self, words: str) -> None:
-        self.options, self.words = SimpleNamespace(tp_size=3, enable_expert_parallel=False), words
+        self.options, self.words = Options(tp_size=3), words
 
     def _replace(self, rank: int, port: int) -> str:
         return f"rank {rank} {self.words}"
