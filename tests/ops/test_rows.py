@@ -49,6 +49,8 @@ def test_row_numbers(ops: TorchOps) -> None:
     table, rows = torch.tensor([0, 3, 1, 2], device=ops.device), torch.tensor([3, 0, 1], device=ops.device)
     for some in (rows, rows.repeat_interleave(2)[::2]):
         assert ops.row_numbers(table, some, 2).tolist() == [2, 2, 0, 0, 3, 3]
+        one = ops.row_numbers(table, some[:1], 4)
+        assert one.tolist() == [2] * 4 and one.is_contiguous()  # as kernels read them
         added = torch.tensor([10, 20, -5, 1 << 40, 30, 0], device=ops.device)
         assert ops.row_numbers(table, some, 2, added).tolist() == [12, 22, -5, 1 << 40, 33, 3]
     for added in (None, rows[:0]):

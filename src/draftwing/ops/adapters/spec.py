@@ -90,6 +90,7 @@ class QueryAdapters:
     def of(self, slots: Tensor | None, plan: Tensor | None = None) -> Iterator[None]:
         """Has the forward inside be of queries with these slots."""
         assert self.slots is None, "forwards of a model do not run inside each other"
+        assert slots is None or slots.is_contiguous(), "kernels read a slot a query"
         self.slots, self.plan = slots, plan
         try:
             yield

@@ -34,7 +34,7 @@ from draftwing.ops.triton.common import lanes, launch_options, start
 
 BLOCKS = 128  # of a launch at most; they must find room on the GPU together
 SLOT = 1 << 20  # bytes of one of the two buffers
-SHARED = 64 << 20  # bytes of a part that is added in shares: of a prompt, 4,096 rows of 8,192 in a half type
+SHARED = 32 << 20  # bytes of a part that is added in shares: 2,048 rows of 8,192 in a half type. Of 64 MB NCCL takes less
 _SIZES = (1024, 2048, 4096)  # elements of a block, 8 for each thread
 
 
@@ -234,7 +234,7 @@ def takes_few(partial: Tensor) -> bool:
 
 
 def takes(partial: Tensor) -> bool:
-    """Returns whether there is room for such parts: up to 4,096 rows of 8,192 in a half type."""
+    """Returns whether there is room for such parts: up to 2,048 rows of 8,192 in a half type."""
     return 0 < partial.nbytes <= SHARED and partial.numel() % 8 == 0 and partial.is_contiguous()
 
 

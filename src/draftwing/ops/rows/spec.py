@@ -24,8 +24,9 @@ class RowOps:
     def row_numbers(self, table: Tensor, rows: Tensor, each: int, added: Tensor | None = None) -> Tensor:
         """table [R], rows [B], both int64 -> the number of each row's queries, so many a row, [B * each], plus those of
         `added` [B * each]."""
-        found = table.index_select(0, rows).unsqueeze(1)
-        return found.expand(-1, each).flatten() if added is None else (found + added.view(-1, each)).flatten()
+        if added is None:
+            return table.index_select(0, rows.repeat_interleave(each))  # one row's, expanded, would be one number
+        return (table.index_select(0, rows).unsqueeze(1) + added.view(-1, each)).flatten()
 
     def share_rows(self, source: Tensor, index: Tensor, begin: int) -> Tensor:
         """source [R, size], the rows [begin, begin + R) of a whole, index [M] int64 into the whole -> [M, size], 0
