@@ -106,7 +106,7 @@ class Group(Ranks):
     def title(self) -> str:  # type: ignore[override]
         parts = f"gathered by {self._backend}"
         if self._peers is not None and not isinstance(self._peers, str):
-            most = "few rows" if self.invariant else "up to 64 MB"
+            most = "few rows" if self.invariant else "up to 32 MB"
             parts = f"of {most} read from the other GPUs' memory, of more {parts}"
         if self.invariant:
             return f"{parts}, none added: each rank makes some outputs of all inputs, and holds the bits of one alone"

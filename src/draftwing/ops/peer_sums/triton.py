@@ -34,7 +34,8 @@ from draftwing.ops.triton.common import lanes, launch_options, start
 
 BLOCKS = 128  # of a launch at most; they must find room on the GPU together
 SLOT = 1 << 20  # bytes of one of the two buffers
-SHARED = 32 << 20  # bytes of a part that is added in shares: 2,048 rows of 8,192 in a half type. Of 64 MB NCCL takes less
+# Bytes of a part that is added in shares: 2,048 rows of 8,192 in a half type. Of 64 MB NCCL takes less time.
+SHARED = 32 << 20
 _SIZES = (1024, 2048, 4096)  # elements of a block, 8 for each thread
 
 
