@@ -55,25 +55,21 @@ def sums_made(made, row, has, place, begin, SLICES: tl.constexpr, RANK: tl.const
 
 
 @jit
-def sums_of_row(made, row, slot, place, begin, SLICES: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr):
-    """-> as `sums_made`, of one row, the first; none of slot 0"""
-    has, rows = (tl.arange(0, TILE) == 0) & (slot > 0), tl.zeros((TILE,), tl.int64) + row
-    return sums_made(made, rows, has, place, begin, SLICES, RANK, PARTS)
-
-
-@jit
 def row_added(
-    y, sums, first, made, row, slot, place, up, out, SLICES: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
+    y, first, made, row, slot, place, up, out, SLICES: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """y [N] of outputs `out` -> the same and what the adapter adds, rounded once more; of slot 0 y. sums, first: of the
-    first 16 factors, as `sums_of_row` and `up_factors` have them."""
-    total = with_products(tl.zeros((TILE, out.shape[0]), tl.float32), sums, first, y.dtype == tl.float32)
-    for begin in tl.static_range(FACTORS, RANK, FACTORS):
-        w = up_factors(up, slot, begin, out, RANK, OUTPUTS)
-        more = sums_of_row(made, row, slot, place, begin, SLICES, RANK, PARTS)
-        total = with_products(total, more, w, y.dtype == tl.float32)
-    more = tl.sum(tl.where((tl.arange(0, TILE) == 0)[:, None], total, 0.0), 0)
+    """y [N] of outputs `out` -> the same and what the adapter adds, rounded once more; of slot 0 y. first: the first 16
+    factors, as `up_factors` has them."""
+    has = (tl.arange(0, TILE) == 0) & (slot > 0)
+    rows, total = tl.zeros((TILE,), tl.int64) + row, tl.zeros((TILE, out.shape[0]), tl.float32)
+    for begin in tl.static_range(0, RANK, FACTORS):
+        w = first
+        if begin > 0:
+            w = up_factors(up, slot, begin, out, RANK, OUTPUTS)
+        sums = sums_made(made, rows, has, place, begin, SLICES, RANK, PARTS)
+        total = with_products(total, sums, w, y.dtype == tl.float32)
+    more = tl.sum(tl.where(has[:, None], total, 0.0), 0)
     return tl.where(slot > 0, (y.to(tl.float32) + more).to(y.dtype), y)
 
 
@@ -93,16 +89,15 @@ def add_to_row(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Adds to a row of a matrix of one slice where it lies, before the program reads it; held: of the first chunks."""
-    found, sums = (), sums_of_row(made, row, slot, 0, 0, 1, RANK, PARTS)
+    sums = ()
     for chunk in tl.static_range(BLOCK // CHUNK):  # nothing is stored in between, so all is on its way at once
         out = chunk * CHUNK + tl.arange(0, CHUNK)
         old = tl.load(y + out, mask=out < OUTPUTS, other=0.0)
         w = held[chunk] if chunk < len(held) else up_factors(up, slot, 0, out, RANK, OUTPUTS)
-        new = row_added(old, sums, w, made, row, slot, 0, up, out, 1, RANK, PARTS, OUTPUTS)
-        found = found + (new,)  # type: ignore[assignment]  # noqa: RUF005
+        sums = sums + (row_added(old, w, made, row, slot, 0, up, out, 1, RANK, PARTS, OUTPUTS),)  # type: ignore[assignment]  # noqa: RUF005
     for chunk in tl.static_range(BLOCK // CHUNK):
         out = chunk * CHUNK + tl.arange(0, CHUNK)
-        tl.store(y + out, found[chunk], mask=(out < OUTPUTS) & (slot > 0))
+        tl.store(y + out, sums[chunk], mask=(out < OUTPUTS) & (slot > 0))
     tl.debug_barrier()
 
 

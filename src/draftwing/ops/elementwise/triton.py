@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwing.ops.adapters.spec import Added
-from draftwing.ops.adapters.triton_added import arguments, row_added, sums_of_row, up_factors
+from draftwing.ops.adapters.triton_added import arguments, row_added, up_factors
 from draftwing.ops.elementwise.spec import ElementwiseOps
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.fp8.triton import Out, empty_rows, parts_of, store_fp8
@@ -40,10 +40,8 @@ def _silu_mul_kernel(
     gate = tl.load(x + row * x_stride + col, mask=mask, other=0.0)
     other = tl.load(x + row * x_stride + FFN + col, mask=mask, other=0.0)
     if made is not None:
-        sums = sums_of_row(made, row, slot, 0, 0, 2, RANK, PARTS)
-        gate = row_added(gate, sums, gate_factors, made, row, slot, 0, up, col, 2, RANK, PARTS, 2 * FFN)
-        sums = sums_of_row(made, row, slot, 1, 0, 2, RANK, PARTS)
-        other = row_added(other, sums, other_factors, made, row, slot, 1, up, FFN + col, 2, RANK, PARTS, 2 * FFN)
+        gate = row_added(gate, gate_factors, made, row, slot, 0, up, col, 2, RANK, PARTS, 2 * FFN)
+        other = row_added(other, other_factors, made, row, slot, 1, up, FFN + col, 2, RANK, PARTS, 2 * FFN)
     gate, other = gate.to(tl.float32), other.to(tl.float32)
     dtype = out.dtype.element_ty
     power = -gate

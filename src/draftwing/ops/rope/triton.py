@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwing.ops.adapters.spec import Added
-from draftwing.ops.adapters.triton_added import arguments, row_added, sums_of_row, up_factors
+from draftwing.ops.adapters.triton_added import arguments, row_added, up_factors
 from draftwing.ops.attention.triton_common import fits
 from draftwing.ops.gemm import cuda_heads
 from draftwing.ops.gemm.contract import HeadProducts
@@ -101,11 +101,10 @@ def _rope_kernel(
         place = first * 0
         if SLICES > 1:
             place = (first >= HEADS).to(tl.int32) + (first >= HEADS + KV_HEADS).to(tl.int32)
-        sums = sums_of_row(made, m, adapter, place, 0, SLICES, RANK, PARTS)
         old, ups = tl.reshape(low, [BLOCK * HALF_PAD]), low_factors
-        old = row_added(old, sums, ups, made, m, adapter, place, up, of_low, SLICES, RANK, PARTS, OUTPUTS)
+        old = row_added(old, ups, made, m, adapter, place, up, of_low, SLICES, RANK, PARTS, OUTPUTS)
         low, old, ups = tl.reshape(old, [BLOCK, HALF_PAD]), tl.reshape(high, [BLOCK * HALF_PAD]), high_factors
-        old = row_added(old, sums, ups, made, m, adapter, place, up, of_low + HALF, SLICES, RANK, PARTS, OUTPUTS)
+        old = row_added(old, ups, made, m, adapter, place, up, of_low + HALF, SLICES, RANK, PARTS, OUTPUTS)
         high = tl.reshape(old, [BLOCK, HALF_PAD])
 
     dtype = low.dtype
