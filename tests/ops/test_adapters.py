@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import pytest
 import torch
 from layer_numbers import close, made
 from torch import Tensor
 
-from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.adapters import AdaptedWeight
-from draftwing.ops.adapters.spec import AdapterWeights, Added, QueryAdapters
-from draftwing.ops.attention.batch import FULL, Batch, HeadNorms
+from draftwing.ops.adapters.spec import AdapterWeights, QueryAdapters
 from draftwing.ops.table import TorchOps
-from draftwing.parallel.ranks import Absent
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 RANKS = ((4, 4, 1), (0, 7, 0), (16, 3, 9))  # of the slices of three slots
@@ -115,90 +110,14 @@ def test_what_is_begun_before_a_product(triton_ops: TorchOps) -> None:
     x, y = made(ops, torch.bfloat16, 20, 64), made(ops, torch.bfloat16, 20, 96, seed=1)
     queries, some = QueryAdapters(), torch.tensor([3, 5, 7], device=ops.device)
     layer, found, few, want = AdaptedWeight(queries, weights, ops, None, True), y.clone(), y[some], y.clone()
-    summed = AdaptedWeight(queries, weights, ops, Absent(2), True)
     with queries.of(slots, ops.adapter_plan(slots)):
         begun = layer.begin(x)
         assert begun is not None
         layer.add(found, x, begun)
-        assert not layer.leave(begun)
-        layer.defers = summed.defers = True
-        assert layer.leave(begun) and not summed.leave(begun), "a sum over ranks is still to be taken of it"
-        left = layer.take()
-        assert left is not None and left.made is begun and layer.take() is None
         queries.narrow(some)
         layer.add(few, x[some], layer.begin(x[some]))
     ops.adapt(want, x, weights, slots)
     assert torch.equal(found, want) and torch.equal(few, want[some]) and not torch.equal(found, y)
-
-
-def left_of(ops: TorchOps, dtype: torch.dtype, sizes: tuple[int, ...], rows: list[int], rank: int) -> Added:
-    """What is left of a product with as many outputs, of rows of three adapters or of none."""
-    weights, slots = AdapterWeights.empty(3, rank, 64, list(accumulate(sizes)), dtype, ops.device), torch.tensor(rows)
-    for slot in (1, 2, 3):
-        for place, size in enumerate(sizes):
-            own = rank - 3 * place - slot % 2
-            down, up = made(ops, dtype, own, 64, seed=slot) / 8, made(ops, dtype, size, own, seed=slot + place)
-            weights.set(slot, place, down, up, slot / 2)
-    slots = slots.to(ops.device)
-    plan = ops.adapter_plan(slots)
-    down = ops.adapter_down(made(ops, dtype, len(rows), 64, seed=9), weights, slots, plan)
-    return Added(torch.where((slots > 0).unsqueeze(1), down, torch.nan), weights, slots, plan)
-
-
-ADDING = [(1024, 16, torch.bfloat16), (1100, 7, torch.bfloat16), (1024, 20, torch.float32), (96, 16, torch.float16)]
-
-
-@pytest.mark.parametrize(("size", "rank", "dtype"), ADDING)
-def test_norms_and_gates_add_what_was_left(size: int, rank: int, dtype: torch.dtype, triton_ops: TorchOps) -> None:
-    """As if it had been added before, bit for bit, for rows of adapters and of none."""
-    ops, rows = triton_ops, [0, 1, 3, 3, 2]
-    left, both = left_of(ops, dtype, (size,), rows, rank), left_of(ops, dtype, (size, size), rows, rank)
-    y, x = (made(ops, dtype, 5, size, seed=seed) for seed in (1, 2))
-    gates, weight = made(ops, dtype, 5, 2 * size, seed=3), made(ops, dtype, size, seed=4)
-    added, added_gates = y.clone(), gates.clone()
-    ops.adapter_up(added, *left)
-    ops.adapter_up(added_gates, *both)
-    assert torch.equal(added[0], y[0]) and not (added[1:] == y[1:]).all(1).any()
-    total, normed = ops.adapted_add_rms_norm(x, y.clone(), weight, 1e-6, left)
-    assert all(map(torch.equal, (total, normed), ops.add_rms_norm(x, added, weight, 1e-6)))
-    assert torch.equal(ops.adapted_rms_norm(y, weight, 1e-6, left), ops.rms_norm(added, weight, 1e-6))
-    assert torch.equal(y, added)
-    assert torch.equal(ops.adapted_silu_mul(gates.clone(), both), ops.silu_mul(added_gates))
-    many = left_of(ops, dtype, (size, size), 4 * rows, rank)
-    assert torch.equal(ops.adapted_silu_mul(gates.repeat(4, 1), many)[:5], ops.silu_mul(added_gates))
-
-
-@pytest.mark.parametrize(
-    ("dim", "heads", "kv_heads", "together", "normed"),
-    [(128, 8, 4, False, False), (48, 6, 2, True, True), pytest.param(64, 4, 4, False, True, marks=pytest.mark.slow)],
-)
-def test_attention_adds_what_was_left(
-    dim: int, heads: int, kv_heads: int, together: bool, normed: bool, triton_ops: TorchOps
-) -> None:
-    """To queries, keys and values before they are normed, turned and kept."""
-    ops, rows, dtype = triton_ops, [2, 0, 1], torch.bfloat16
-    sizes = (heads * dim, kv_heads * dim, kv_heads * dim)
-    left = left_of(ops, dtype, (sum(sizes),) if together else sizes, rows, 16)
-    y = made(ops, dtype, 3, sum(sizes), seed=1)
-    added, results = y.clone(), list[tuple[Tensor, Tensor]]()
-    ops.adapter_up(added, *left)
-    cos, sin = (made(ops, dtype, 3, 1, dim, seed=seed) for seed in (2, 3))
-    norms = (
-        HeadNorms(made(ops, dtype, dim, seed=4), made(ops, dtype, dim, seed=5), 1e-6, False, False) if normed else None
-    )
-    at, slots = torch.arange(3, device=ops.device), torch.arange(1, 4, device=ops.device)
-    path, ones = at.view(3, 1, 1) * 0, torch.ones(3, 1, dtype=torch.int64, device=ops.device)
-    batch = Batch(at, at, at, slots, slots.view(3, 1), at * 0, path, ones, window=1, bound=1)
-    for qkv in (y.clone(), added):
-        pool = KVPool([KVSpec(kv_heads, dim)], 8, dtype, ops.device)
-        attend, heads_of = ops.attention(pool, True).bind(batch, 0), qkv.view(3, -1, dim)
-        if qkv is added:
-            out = attend.fused(0, heads_of, cos, sin, norms)
-            assert out is not None
-        else:
-            out = attend.fused_adapted(0, heads_of, cos, sin, norms, FULL, left)
-        results.append((out, pool.kv[0][1:4]))
-    assert all(map(torch.equal, *results)) and not bool(results[0][1].isnan().any())
 
 
 def test_plans_have_each_row_once(triton_ops: TorchOps) -> None:

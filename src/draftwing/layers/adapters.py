@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwing.ops.adapters.spec import AdapterWeights, Added, QueryAdapters
+from draftwing.ops.adapters.spec import AdapterWeights, QueryAdapters
 from draftwing.ops.table import LayerOps
 from draftwing.parallel.ranks import Ranks
 
@@ -23,9 +23,7 @@ class AdaptedWeight:
         """ranks: over which outputs are summed, None: over none, or of all inputs.  one_way: whether gates are never
         fused with the product, for that rounds in another way, and a row must have the same bits in any batch."""
         self.weights = weights
-        self.defers = False  # whether who reads the product next may be left to add (`Linear.partly`)
         self._queries, self._ops, self._ranks, self._one_way = queries, ops, ranks, one_way
-        self._left: Added | None = None
 
     @property
     def adds(self) -> bool:
@@ -43,22 +41,6 @@ class AdaptedWeight:
         if slots is None or not self._ops.adapts_ahead:
             return None
         return self._ops.adapter_down(x, self.weights, slots, self._queries.plan)
-
-    def leave(self, begun: Tensor | None) -> bool:
-        """Returns whether it is `take`n later what `add` would do. begun: by `begin`, of a row of the product each."""
-        slots, plan = self._queries.slots, self._queries.plan
-        if not self.defers or self._ranks is not None or begun is None or plan is None:
-            return False
-        if len(begun) > self._ops.adds_late or slots is None:
-            return False
-        assert self._left is None, "what was left before was not taken"
-        self._left = Added(begun, self.weights, slots, plan)
-        return True
-
-    def take(self) -> Added | None:
-        """Returns what the last product left."""
-        left, self._left = self._left, None
-        return left
 
     def add(self, y: Tensor, x: Tensor, begun: Tensor | None = None) -> None:
         """x [M, inputs] of the product y [M, outputs], which is changed. begun: by `begin`."""

@@ -279,7 +279,6 @@ class Attention(Mixer):
         self._window, self._chunk, self._scalar, self._cap = config.window, config.chunk, config.scalar, config.cap
         self.scaled_queries, self.norms_after = config.scaled_queries, config.norms_after
         assert not self.norms_after or not (self.whole_norms or self.v_norm or self.reads_others)
-        self._adds_late = False  # see `take_adapters`
         self.index: BlockIndexer | None = None
         if config.index is not None:
             assert not (self.reads_others or self.whole_norms or self.scaled_queries)
@@ -292,15 +291,6 @@ class Attention(Mixer):
         return AttentionKind(
             self._window, self.sinks, self._scalar, self._cap, reads=self.reads_others, chunk=self._chunk
         )
-
-    def take_adapters(self) -> None:
-        """Lets what makes attention of queries, keys and values add what adapters add to these, where it is one
-        operation, and leaves it to who reads the result to add to that."""
-        parts = self.values_are_keys, self.whole_norms, self.gated, self.reads_others, self.scaled_queries
-        self._adds_late = self.index is None and not any(parts)
-        for linear in (self.qkv, self.o) if self._adds_late else (self.o,):
-            if linear.adapted is not None:
-                linear.adapted.defers = True
 
     def see_at_most(self, positions: int) -> bool:
         """Lets queries see no further back than so many positions, their own among them; returns whether that can be
@@ -316,15 +306,7 @@ class Attention(Mixer):
     def forward(
         self, x: Tensor | Fp8Rows, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None
     ) -> Tensor:
-        if self._adds_late and attend.adds_late:
-            made, left = self.qkv.partly(x), self.qkv.take_left()
-            if left is not None:
-                qkv = made.view(len(made), -1, self.head_dim)
-                out = attend.fused_adapted(self.pool_layer, qkv, cos, sin, self.head_norms(), self.kind, left)
-                return self.o.partly(out, residual)
-        else:
-            made = self.qkv(x)
-        made = self._with_values(made)
+        made = self._with_values(self.qkv(x))
         if self.whole_norms:
             made = self._with_whole_norms(made)
         qkv = (made[:, self._gates :] if self.gated else made).view(
@@ -332,7 +314,7 @@ class Attention(Mixer):
         )  # [M, heads + 2 * kv_heads, head_dim]
         out = self._attend(qkv, cos, sin, attend) if self.index is None else self._picked(x, qkv, cos, sin, attend)
         if not self.gated:
-            return self.o.partly(out, residual)
+            return self.o(out, residual)
         gate = self.ops.gate_fp8 if self.o.takes_fp8 else self.ops.gate
         return self.o(gate(made[:, : self._gates], out), residual)
 

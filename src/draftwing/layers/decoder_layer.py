@@ -18,7 +18,7 @@ from draftwing.layers.linear_ops.base import LinearOp
 from draftwing.layers.linear_ops.parallel import NormedSum, RowParallel
 from draftwing.layers.mlp import GatedMLP, UngatedMLP
 from draftwing.layers.norm import RMSNorm, norm_of
-from draftwing.ops.adapters.spec import Added, QueryAdapters
+from draftwing.ops.adapters.spec import QueryAdapters
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
@@ -123,29 +123,6 @@ class DecoderLayer(nn.Module):
             if made is not None:
                 made.lead_to(None)
         self._whole = None if self._whole is None else whole_layers(self._ops, [self.weights()])
-        mixer, mlp = self.mixer, self.mlp
-        if not self._adds_late or not isinstance(mixer, Attention) or not isinstance(mlp, GatedMLP):
-            return
-        mixer.take_adapters()
-        if mlp.gate_up.adapted is not None:
-            mlp.gate_up.adapted.defers = not mlp.gelu
-
-    @property
-    def _adds_late(self) -> bool:
-        """Returns whether norms add what adapters left: to what the mixer gives, and to what the layer before did."""
-        others = self.attn_out_norm, self.mlp_out_norm, self.end, self.beside
-        plain = self._mixes and not (self._parallel or self._centred or any(one is not None for one in others))
-        return plain and self._scale == 1 and self._ops.norm_adds_residual and self.attn_norm is not None
-
-    def leave_last(self, next_one: DecoderLayer) -> None:
-        """Leaves it to the next layer's first norm to add what adapters add to this one's last product."""
-        mlp = self.mlp
-        if self._adds_late and next_one._adds_late and isinstance(mlp, GatedMLP) and mlp.down.adapted is not None:
-            mlp.down.adapted.defers = True
-
-    def take_left(self) -> Added | None:
-        """Returns what adapters are still to add to what the layer gave."""
-        return self.mlp.down.take_left() if isinstance(self.mlp, GatedMLP) else None
 
     def _in_one_call(self, *given: Any) -> Tensor | None:
         """Returns what `WholeLayers` of it gives, or None."""
@@ -198,19 +175,17 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, left: Added | None = None,
-        under: Tensor | Fp8Rows | None = None,
-    ) -> Tensor:  # fmt: skip
-        """x [M, hidden] -> [M, hidden], without what `end` does, nor what `take_left` has; cos, sin [M, 1, head_dim].
-        left: what adapters are still to add to x, after `leave_last` of the layer before. under: x under the first
-        norm, where that layer's `take_normed` had it."""
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, under: Tensor | Fp8Rows | None = None
+    ) -> Tensor:
+        """x [M, hidden] -> [M, hidden], without what `end` does; cos, sin [M, 1, head_dim]. under: x under the first
+        norm, where the `take_normed` of the layer before had it."""
         if self.attn_norm is None:
             return self.mix(x, x, cos, sin, attend)
         if (out := self._in_one_call(x, None, cos, sin, attend)) is not None:
             return out
         normed = under
         if normed is None:
-            normed = self.attn_norm.quantised(x) if self._quantises[0] else self.attn_norm.adapted(x, left)
+            normed = self.attn_norm.quantised(x) if self._quantises[0] else self.attn_norm(x)
         return self._mix(normed, normed if self._normed_residual else x, cos, sin, attend)  # type: ignore[arg-type]
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
@@ -278,8 +253,7 @@ class DecoderLayer(nn.Module):
         ranks = self._mixer_sum
         if self._ops.norm_adds_residual and (ranks is None or self._queries is not None):
             out = self.mixer(normed, cos, sin, attend)
-            left = self.mixer.linears()[-1].take_left() if self._queries is not None else None
-            x, normed = norm.quantised_sum(x, out) if quantises else norm.of_adapted_sum(x, out, left)
+            x, normed = norm.quantised_sum(x, out) if quantises else norm.of_sum(x, out)
         else:
             x = self.mixer(normed, cos, sin, attend, residual=x)
             under = None if ranks is None else ranks.take()

@@ -11,7 +11,6 @@ from draftwing.layers.adapters import AdaptedWeight
 from draftwing.layers.linear_ops.base import LinearBase, LinearOp, PackMode, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, pack_dense
 from draftwing.layers.linear_ops.parallel import JoinedOutputs, RowParallel, VocabParallel
-from draftwing.ops.adapters.spec import Added
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
 from draftwing.parallel.ranks import Ranks
@@ -89,15 +88,6 @@ class Linear(LinearBase):
 
         overwrite: once packed, the result may be written into `residual`.
         """
-        return self._product(x, residual, overwrite, partly=False)
-
-    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
-
-    def partly(self, x: Tensor | Fp8Rows, residual: Tensor | None = None, overwrite: bool = False) -> Tensor:
-        """As `forward`, perhaps without what adapters add: then `take_left` has it, and the caller sees to it."""
-        return self._product(x, residual, overwrite, partly=True)
-
-    def _product(self, x: Tensor | Fp8Rows, residual: Tensor | None, overwrite: bool, partly: bool) -> Tensor:
         if isinstance(x, Fp8Rows) and (not self.op.takes_fp8 or self.joins is not None):
             assert x.x is not None
             x = x.x
@@ -105,13 +95,11 @@ class Linear(LinearBase):
             x, residual = self.joins.all_inputs(x), self.joins.own(residual)  # type: ignore[arg-type]
         begun = None if self.adapted is None else self.adapted.begin(x)  # type: ignore[arg-type]  # as `takes_fp8` has it
         y = self.op(x, self.bias, residual, overwrite)  # type: ignore[arg-type]  # quantised where it `takes_fp8`
-        if self.adapted is not None and not (partly and self.joins is None and self.adapted.leave(begun)):
+        if self.adapted is not None:
             self.adapted.add(y, x, begun)  # type: ignore[arg-type]
         return y if self.joins is None else self.joins.all_outputs(y)
 
-    def take_left(self) -> Added | None:
-        """Returns what adapters are still to add to what `partly` gave, once."""
-        return None if self.adapted is None else self.adapted.take()
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
     def last(self, x: Tensor, outputs: int) -> Tensor:
         """x [M, in_features] -> the last so many outputs, [M, outputs], or all of them."""
@@ -131,8 +119,7 @@ class Linear(LinearBase):
         if gelu:
             return self._ops.gelu_mul(self(x))
         if self.adapted is not None and self.adapted.ungated:
-            made, left = self.partly(x), self.take_left()
-            return self._ops.silu_mul(made) if left is None else self._ops.adapted_silu_mul(made, left)
+            return self._ops.silu_mul(self(x))
         takes_it = isinstance(x, Tensor) or self.op.takes_fp8
         out = self.op.gated(x, self.bias) if takes_it else None  # type: ignore[arg-type]
         return self._ops.silu_mul(self(x)) if out is None else out

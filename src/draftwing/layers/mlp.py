@@ -26,8 +26,8 @@ class GatedMLP(nn.Module):
         self.down = config.last_matrix("mlp", ffn, bias, dtype, device)
 
     def forward(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
-        """x [M, hidden]; residual [M, hidden] is added, and may be overwritten -> [M, hidden], of `down.partly`"""
-        return self.down.partly(self.gate_up.gated(x, self.gelu), residual, overwrite=True)
+        """x [M, hidden]; residual [M, hidden] is added, and may be overwritten -> [M, hidden]"""
+        return self.down(self.gate_up.gated(x, self.gelu), residual, overwrite=True)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 

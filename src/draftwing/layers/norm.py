@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.layers.config import NormConfig
-from draftwing.ops.adapters.spec import Added
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
 from draftwing.parallel.ranks import NextNorm
@@ -49,16 +48,6 @@ class RMSNorm(nn.Module):
     def of_next_sum(self, quantises: bool) -> NextNorm:
         """Returns itself for sums over ranks that it reads next."""
         return NextNorm(self.weight, self.eps, quantises)
-
-    def adapted(self, x: Tensor, left: Added | None) -> Tensor:
-        """x [M, size], to which is added first what adapters left -> its norm"""
-        return self(x) if left is None else self._ops.adapted_rms_norm(x, self.weight, self.eps, left)
-
-    def of_adapted_sum(self, x: Tensor, delta: Tensor, left: Added | None) -> tuple[Tensor, Tensor]:
-        """x, delta [M, size], to which is added first what adapters left -> as `of_sum`"""
-        if left is None:
-            return self.of_sum(x, delta)
-        return self._ops.adapted_add_rms_norm(x, delta, self.weight, self.eps, left)
 
     def of_sum(self, x: Tensor, delta: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """x, delta [M, size] -> x + scale * delta, and its norm."""

@@ -16,7 +16,6 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.ngram import NgramLayer
 from draftwing.layers.stream_norm import StreamNorm
-from draftwing.ops.adapters.spec import Added
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.whole_layers.contract import LayerWeights
@@ -86,11 +85,10 @@ class StreamedLayer(DecoderLayer):
         return None
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, left: Added | None = None,
-        under: Tensor | Fp8Rows | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, under: Tensor | Fp8Rows | None = None
+    ) -> Tensor:
         """x [M, count * hidden] -> the same, without what `ngram` adds before."""
-        assert self.mlp is not None and left is None and under is None
+        assert self.mlp is not None and under is None
         read, normed = self.before_mixer.read(x)
         x = self.before_mixer.added(x, normed, self.mixer(read, cos, sin, attend))
         read, normed = self.before_mlp.read(x)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple, cast
 
 import torch
@@ -33,7 +32,7 @@ from draftwing.layers.streams import StreamedLayer, Streams
 from draftwing.models.config import ModelConfig, pool_layers
 from draftwing.models.quantised.read import KVScales
 from draftwing.models.towers.base import Tower
-from draftwing.ops.adapters.spec import AdapterWeights, Added, QueryAdapters
+from draftwing.ops.adapters.spec import AdapterWeights, QueryAdapters
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import HeadShape, ImageRows
 from draftwing.ops.fp8.spec import Fp8Rows
@@ -192,7 +191,6 @@ class DecoderModel(nn.Module):
         if self.per_layer is not None:
             embeddings = self.per_layer(self._blanked(ids, images), x, self._ops)  # [M, layers, size]
         normed = self._norms[0](x) if self._norms else None
-        left: Added | None = None
         under: Tensor | Fp8Rows | None = None  # x under the norm that comes next
         for i, (layer, rope) in enumerate(zip(self.layers, self._rope_of, strict=True), 1):
             if narrowed is not None and i == self.keepers + 1:
@@ -206,12 +204,10 @@ class DecoderModel(nn.Module):
             if isinstance(layer, StreamedLayer) and layer.ngram is not None:
                 x = layer.ngram(x, ids, attend)
             if normed is None:
-                more = () if left is None and under is None else (left, under)
-                x = layer(x, cos, sin, attend, *more)
+                x = layer(x, cos, sin, attend) if under is None else layer(x, cos, sin, attend, under)
                 under = cast(DecoderLayer, layer).take_normed()
                 if narrowed is not None or images is not None:  # rows are left out or changed before the next norm
                     under = None
-                left = self._left(layer, x, keeps=i not in aux_layers and narrowed is None and images is None)
             else:
                 x, normed = cast(DecoderLayer, layer).under(self._norms[i], normed, x, cos, sin, attend)
             if (end := cast(DecoderLayer, layer).end) is not None:
@@ -233,15 +229,6 @@ class DecoderModel(nn.Module):
         if len(aux_layers) < 2:
             return x, streams[aux_layers[0]] if aux_layers else None
         return x, self._ops.concat_columns(*(streams[i] for i in aux_layers))
-
-    def _left(self, layer: nn.Module, x: Tensor, keeps: bool) -> Added | None:
-        """Returns what adapters are still to add to x, which the layer gave, for the next layer. keeps: whether nobody
-        else reads x before that does: else it is added now."""
-        left = layer.take_left() if isinstance(layer, DecoderLayer) else None
-        if left is None or keeps:
-            return left
-        self._ops.adapter_up(x, *left)
-        return None
 
     def embedded(self, ids: Tensor, images: ImageRows | None = None) -> Tensor:
         """ids [M] -> [M, hidden]: embeddings, times the factor that the model has for them, or rows of features, which
@@ -271,10 +258,6 @@ class DecoderModel(nn.Module):
         for layer in self.layers:
             if isinstance(layer, DecoderLayer):
                 layer.take_adapters(self._queries)
-        if not self._norms:
-            for layer, following in pairwise(self.layers):  # of the last it is added before the last norm
-                if isinstance(layer, DecoderLayer) and isinstance(following, DecoderLayer):
-                    layer.leave_last(following)
         for part in self.modules():
             if isinstance(part, ExpertMLP):
                 part.take_adapters()

@@ -131,8 +131,6 @@ class LayerOps:
         self.empty_adapters = adapters.empty_adapters
         self.adapt, self.adapter_down, self.adapter_up = adapters.adapt, adapters.adapter_down, adapters.adapter_up
         self.adapts_ahead, self.adapter_plan = adapters.adapts_ahead, adapters.adapter_plan
-        self.adds_late, self.adapted_silu_mul = adapters.adds_late, adapters.adapted_silu_mul
-        self.adapted_rms_norm, self.adapted_add_rms_norm = adapters.adapted_rms_norm, adapters.adapted_add_rms_norm
 
 
 class TorchOps(LayerOps):

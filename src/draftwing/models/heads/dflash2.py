@@ -13,7 +13,6 @@ from draftwing.layers.linear_ops.dense import blocks_or_dense
 from draftwing.models.config import ModelConfig
 from draftwing.models.heads.config import BlockConfig
 from draftwing.models.weight_map import named
-from draftwing.ops.adapters.spec import Added
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
@@ -69,11 +68,10 @@ class ConvolvedLayer(DecoderLayer):
         return None
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, left: Added | None = None,
-        under: Tensor | Fp8Rows | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, under: Tensor | Fp8Rows | None = None
+    ) -> Tensor:
         """As `DecoderLayer.forward`, of a head, whose layers leave nothing to each other."""
-        assert left is None and under is None
+        assert under is None
         assert self.attn_norm is not None and self.mlp_norm is not None and self.mlp is not None
         read, factors = self.attn_conv.before(self.attn_norm(x))
         x = self.attn_conv.after(self.mixer(read, cos, sin, attend), factors, x)

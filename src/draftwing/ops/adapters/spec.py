@@ -69,15 +69,6 @@ class AdapterWeights(NamedTuple):
             part[slot - 1 : slot - 1 + count].zero_()
 
 
-class Added(NamedTuple):
-    """What adapters are still to add to a product, as `AdapterOps.adapter_up` takes it."""
-
-    made: Tensor
-    weights: AdapterWeights
-    slots: Tensor
-    plan: Tensor | None
-
-
 class QueryAdapters:
     """slots: of the queries of the forward that runs, [M] int64, 0 of one without an adapter; None: all are without.
     plan: what `AdapterOps.adapter_plan` made of them, for the forward's products."""
@@ -104,11 +95,9 @@ class QueryAdapters:
 
 class AdapterOps:
     """Here for tensors of any dtype; a row's bits may depend on the batch. adapts_ahead: whether `adapter_down` is best
-    called before the product to which `adapter_up` adds, beside which it may run.  adds_late: of up to so many rows,
-    what adapters add may be left to the operation that reads the product next, one of the last three here."""
+    called before the product to which `adapter_up` adds, beside which it may run."""
 
     adapts_ahead = False
-    adds_late = 0
 
     def empty_adapters(
         self, slots: int, rank: int, inputs: int, ends: list[int], dtype: torch.dtype, device: torch.device,
@@ -150,20 +139,6 @@ class AdapterOps:
             ]
             summed = (y.to(made.dtype) + torch.cat(added, 1)).to(y.dtype)
             y.copy_(torch.where((slots == slot).unsqueeze(1), summed, y))
-
-    def adapted_silu_mul(self, gate_up: Tensor, left: Added) -> Tensor:
-        """Returns `silu_mul` of what `adapter_up` makes of gate_up [M, 2 * ffn], which may be overwritten."""
-        raise NotImplementedError
-
-    def adapted_rms_norm(self, x: Tensor, weight: Tensor, eps: float, left: Added) -> Tensor:
-        """Does to x [M, size] what `adapter_up` does, and returns its `rms_norm`."""
-        raise NotImplementedError
-
-    def adapted_add_rms_norm(
-        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, left: Added
-    ) -> tuple[Tensor, Tensor]:
-        """Returns `add_rms_norm` of x [M, size] and of what `adapter_up` makes of delta, which may be overwritten."""
-        raise NotImplementedError
 
 
 def _used(slots: Tensor, weights: AdapterWeights) -> Iterable[int]:

@@ -10,18 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.adapters.spec import AdapterOps, AdapterWeights, Added
-from draftwing.ops.adapters.triton_added import (
-    FACTORS,
-    FEW_ROWS,
-    MOST_ROWS,
-    TILE,
-    sums_made,
-    up_factors,
-    with_products,
-)
-from draftwing.ops.elementwise import triton as elementwise
-from draftwing.ops.norms import triton as norms
+from draftwing.ops.adapters.spec import AdapterOps, AdapterWeights
 from draftwing.ops.triton.common import launch_options, let_next_come, wait
 
 _STEP = 128  # inputs of one product; several are made beside each other, and then summed
@@ -31,6 +20,8 @@ _INPUTS, _WIDE_INPUTS = 512, 256
 _OUTPUTS, _MANY_OUTPUTS = 128, 256  # that a program has, and where there are as many as of gates
 _MANY_FROM = 8192  # outputs of a matrix
 _MOST_PARTS = 8  # that four warps have registers for
+_FACTORS = tl.constexpr(16)  # of a product
+_TILE = tl.constexpr(16)  # rows of a product
 # Programs of a kernel beyond which tiles take turns: so many fit on a GPU with 132 multiprocessors at once. More end
 # late where no row has an adapter; prompts have work for more.
 _MOST_DOWN, _MOST_UP, _FEW = 3 * 132, 4 * 132, 256
@@ -58,12 +49,12 @@ def _plan_kernel(plan, slots, rows, CHUNK: tl.constexpr, BESIDE: tl.constexpr, P
         rank += tl.sum((smaller | earlier).to(tl.int32), 1)
         before += tl.sum(earlier.to(tl.int32), 1)
         same += tl.sum(equal.to(tl.int32), 1)
-    heads = (mine > 0) & (before % TILE == 0)
+    heads = (mine > 0) & (before % _TILE == 0)
     lists = plan + _HEAD
     tl.store(lists + 3 * rows + first + rank, at, mask=mine > 0)
     tl.store(lists + 4 * rows + at, heads.to(tl.int32), mask=at < rows)
     tl.debug_barrier()
-    number = before // TILE
+    number = before // _TILE
     for other in range(0, CHUNK, BESIDE):
         there = first + other + tl.arange(0, BESIDE)
         theirs = tl.load(slots + there, mask=there < rows, other=0).to(tl.int32)[None, :]
@@ -72,7 +63,7 @@ def _plan_kernel(plan, slots, rows, CHUNK: tl.constexpr, BESIDE: tl.constexpr, P
     number += tl.atomic_add(plan, tl.sum(heads.to(tl.int32), 0))
     tl.store(lists + number, mine, mask=heads)
     tl.store(lists + rows + number, first + rank, mask=heads)
-    tl.store(lists + 2 * rows + number, tl.minimum(same - before, TILE), mask=heads)
+    tl.store(lists + 2 * rows + number, tl.minimum(same - before, _TILE), mask=heads)
 
 
 @triton.jit
@@ -82,8 +73,8 @@ def _tile_of(plan, rows, number, tiles):
     lists = plan + _HEAD
     slot = tl.load(lists + number, mask=known, other=0)
     begin = tl.load(lists + rows + number, mask=known, other=0)
-    has = tl.arange(0, TILE) < tl.load(lists + 2 * rows + number, mask=known, other=0)
-    row = tl.load(lists + 3 * rows + begin + tl.arange(0, TILE), mask=has, other=0)
+    has = tl.arange(0, _TILE) < tl.load(lists + 2 * rows + number, mask=known, other=0)
+    row = tl.load(lists + 3 * rows + begin + tl.arange(0, _TILE), mask=has, other=0)
     return slot.to(tl.int64), row.to(tl.int64), has
 
 
@@ -93,7 +84,7 @@ def _down_factors(
 ):  # fmt: skip
     own = (tl.maximum(slot, 1) - 1) * SLICES + place
     there = (factor < RANK) & (slot > 0)
-    if RANK > FACTORS:  # else zeros take less time to read than their number
+    if RANK > _FACTORS:  # else zeros take less time to read than their number
         there &= factor < tl.load(ranks + own)
     w = down + (own * RANK + factor)[None, :, None] * INPUTS + at
     return tl.load(w, mask=there[None, :, None] & (at < INPUTS), other=0.0)
@@ -107,11 +98,11 @@ def _down_kernel(
 ):  # fmt: skip
     """made [M, PARTS, SLICES, RANK] float32, of as many parts of the inputs; x [M, INPUTS]; down [S, SLICES, RANK,
     INPUTS]. READY: whether the plan was there before the kernels that may still run."""
-    BLOCKS: tl.constexpr = (RANK + FACTORS - 1) // FACTORS
+    BLOCKS: tl.constexpr = (RANK + _FACTORS - 1) // _FACTORS
     PLACES: tl.constexpr = SLICES * BLOCKS * PARTS
     place_at = tl.program_id(0) % PLACES
     part, place = place_at % PARTS, place_at // PARTS // BLOCKS
-    factor = place_at // PARTS % BLOCKS * FACTORS + tl.arange(0, FACTORS)
+    factor = place_at // PARTS % BLOCKS * _FACTORS + tl.arange(0, _FACTORS)
     at = part * STEPS * STEP + tl.arange(0, STEPS)[:, None, None] * STEP + tl.arange(0, STEP)[None, None, :]
     let_next_come(PDL)
     if not READY:
@@ -130,6 +121,34 @@ def _down_kernel(
         to = ((row * PARTS + part) * SLICES + place)[:, None] * RANK + factor[None, :]
         tl.store(made + to, tl.sum(product, 0) * scale, mask=has[:, None] & (factor < RANK)[None, :])
         slot, row, has, w = next_slot, next_row, next_has, following
+
+
+@triton.jit
+def _up_factors(up, slot, begin, out, RANK: tl.constexpr, OUTPUTS: tl.constexpr):
+    factor = begin + tl.arange(0, _FACTORS)
+    there = ((factor < RANK) & (slot > 0))[:, None] & (out < OUTPUTS)[None, :]
+    w = up + ((tl.maximum(slot, 1) - 1) * RANK + factor)[:, None] * OUTPUTS + out[None, :]
+    return tl.load(w, mask=there, other=0.0)
+
+
+@triton.jit
+def _added(total, u, w, WIDE: tl.constexpr):
+    """total + u @ w; u float32, of which two numbers in bfloat16 are enough where the result is not WIDE"""
+    if w.dtype == tl.bfloat16 and not WIDE:
+        near = u.to(tl.bfloat16)
+        total = tl.dot(near, w, total)
+        return tl.dot((u - near.to(tl.float32)).to(tl.bfloat16), w, total)
+    return tl.dot(u, w.to(tl.float32), total, input_precision="ieee")
+
+
+@triton.jit
+def _parts_made(made, row, has, place, begin, SLICES: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr):
+    """-> what is to be summed over the first axis, all of it at once on its way"""
+    LANES: tl.constexpr = triton.next_power_of_2(PARTS)
+    part = tl.arange(0, LANES)[:, None, None]
+    factor = begin + tl.arange(0, _FACTORS)[None, None, :]
+    at = ((row[None, :, None] * PARTS + part) * SLICES + place) * RANK + factor
+    return tl.load(made + at, mask=has[None, :, None] & (part < PARTS) & (factor < RANK), other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -154,28 +173,28 @@ def _up_kernel(
         wait(PDL)
     first, turns, tiles = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS, tl.load(plan)
     slot, row, has = _tile_of(plan, rows, first, tiles)
-    known = up_factors(up, slot, 0, out, RANK, OUTPUTS)
+    known = _up_factors(up, slot, 0, out, RANK, OUTPUTS)
     if READY:
         wait(PDL)
     for number in tl.range(first, tiles, turns, num_stages=1):
-        sums = sums_made(made, row, has, single, 0, SLICES, RANK, PARTS)
+        parts = _parts_made(made, row, has, single, 0, SLICES, RANK, PARTS)
         target = y + row[:, None] * y_stride + out[None, :]
         mask = has[:, None] & (out < OUTPUTS)[None, :]
         old = tl.load(target, mask=mask, other=0.0)
         next_slot, next_row, next_has = _tile_of(plan, rows, number + turns, tiles)
-        following = up_factors(up, next_slot, 0, out, RANK, OUTPUTS)
-        total = tl.zeros((TILE, BLOCK), tl.float32)
-        for begin in tl.static_range(0, RANK, FACTORS):
+        following = _up_factors(up, next_slot, 0, out, RANK, OUTPUTS)
+        total = tl.zeros((_TILE, BLOCK), tl.float32)
+        for begin in tl.static_range(0, RANK, _FACTORS):
             w = known
             if begin > 0:
-                w = up_factors(up, slot, begin, out, RANK, OUTPUTS)
-                sums = sums_made(made, row, has, single, begin, SLICES, RANK, PARTS)
+                w = _up_factors(up, slot, begin, out, RANK, OUTPUTS)
+                parts = _parts_made(made, row, has, single, begin, SLICES, RANK, PARTS)
             if WHOLE:
-                total = with_products(total, sums, w, WIDE)
+                total = _added(total, tl.sum(parts, 0), w, WIDE)
             else:
                 for i in tl.static_range(SLICES):
-                    u = sums_made(made, row, has, i, begin, SLICES, RANK, PARTS)
-                    total = with_products(total, u, tl.where((place == i)[None, :], w, 0.0).to(w.dtype), WIDE)
+                    u = tl.sum(_parts_made(made, row, has, i, begin, SLICES, RANK, PARTS), 0)
+                    total = _added(total, u, tl.where((place == i)[None, :], w, 0.0).to(w.dtype), WIDE)
         tl.store(target, (old.to(tl.float32) + total).to(y.dtype.element_ty), mask=mask)
         slot, row, has, known = next_slot, next_row, next_has, following
 
@@ -184,7 +203,6 @@ class TritonAdapterOps(AdapterOps):
     """Takes rows and factors in any floating point type of up to 32 bits."""
 
     adapts_ahead = True
-    adds_late = MOST_ROWS
 
     def adapter_plan(self, slots: Tensor) -> Tensor:
         """slots [M] int64 -> as `_plan_kernel` has it"""
@@ -213,27 +231,6 @@ class TritonAdapterOps(AdapterOps):
     ) -> None:
         assert len(slots) == len(y)
         self._up(y, made, weights, self.adapter_plan(slots) if plan is None else plan, plan is not None)
-
-    def adapted_silu_mul(self, gate_up: Tensor, left: Added) -> Tensor:
-        ffn = gate_up.shape[1] // 2
-        if len(gate_up) <= FEW_ROWS and left.weights.bounds == (0, ffn, 2 * ffn):
-            return elementwise.silu_mul(gate_up, left=left)
-        self.adapter_up(gate_up, *left)
-        return elementwise.silu_mul(gate_up)
-
-    def adapted_rms_norm(self, x: Tensor, weight: Tensor, eps: float, left: Added) -> Tensor:
-        if not norms.may_add(x.shape[1]):
-            self.adapter_up(x, *left)
-            return norms.rms_norm(x, weight, eps)
-        return norms.rms_norm(x, weight, eps, left)
-
-    def adapted_add_rms_norm(
-        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, left: Added
-    ) -> tuple[Tensor, Tensor]:
-        if not norms.may_add(x.shape[1]):
-            self.adapter_up(delta, *left)
-            return norms.add_rms_norm(x, delta, weight, eps)
-        return norms.add_rms_norm(x, delta, weight, eps, left=left)
 
     def _down(self, x: Tensor, weights: AdapterWeights, plan: Tensor, ready: bool) -> Tensor:
         count, slices, rank, inputs = weights.down.shape

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from draftwing.kv.pool import KVPool
-from draftwing.ops.adapters.spec import Added
 from draftwing.ops.attention.batch import (
     FULL,
     AttentionKind,
@@ -39,7 +38,6 @@ class Attend:
     counted from the model's first. Backends override what they can do in fewer calls."""
 
     norms_heads = False  # whether `fused` takes the norms of heads, too
-    adds_late = False  # whether there is `fused_adapted`
 
     @property
     def picked(self) -> Attend:
@@ -92,13 +90,6 @@ class Attend:
         qkv are queries alone, and it is what rotating them and `read` do.
         """
         return None
-
-    def fused_adapted(
-        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind,
-        left: Added,
-    ) -> Tensor:  # fmt: skip
-        """Returns what `fused` does of qkv to which adapters are still to add, with keys of its own."""
-        raise NotImplementedError
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Does what a call does for later ones: the keys, rotated, and values of queries whose results nobody wants."""

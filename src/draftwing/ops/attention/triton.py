@@ -8,9 +8,6 @@ import torch
 from torch import Tensor
 
 from draftwing.kv.pool import KVPool
-from draftwing.ops.adapters.spec import Added
-from draftwing.ops.adapters.triton import TritonAdapterOps
-from draftwing.ops.adapters.triton_added import FEW_ROWS
 from draftwing.ops.attention.attend import Attend, KernelAttend
 from draftwing.ops.attention.batch import (
     AttentionKind,
@@ -28,7 +25,7 @@ from draftwing.ops.attention.triton_tiles import Room, prefill_tiles
 from draftwing.ops.delta_net.triton import delta_net
 from draftwing.ops.delta_net.triton_plan import Walks, chunk_walks, plan_chunks, plan_trees
 from draftwing.ops.fp8.spec import Fp8Rows
-from draftwing.ops.rope.triton import may_add, rope_and_write, write_latents
+from draftwing.ops.rope.triton import rope_and_write, write_latents
 from draftwing.ops.short_conv.triton import short_conv, sources_of
 
 
@@ -77,7 +74,6 @@ class TritonAttend(KernelAttend):
     """Attention of one forward."""
 
     _backend: PagedAttention
-    adds_late = True
 
     def __init__(self, backend: PagedAttention, batch: Batch, first_layer: int, inputs_ready: bool = False) -> None:
         super().__init__(backend, batch, first_layer)
@@ -87,26 +83,11 @@ class TritonAttend(KernelAttend):
         self._sources: dict[int, Tensor] = {}  # the same of short convolutions
         self._groups: TreeGroups | None = None  # of the batch's trees
 
-    def fused_adapted(
-        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, kind: AttentionKind,
-        left: Added,
-    ) -> Tensor:  # fmt: skip
-        (rows, heads, dim), kv_heads = qkv.shape, self._backend.pool.kv[self._first_layer + layer].shape[1]
-        own: Added | None = left
-        if rows > FEW_ROWS or not may_add(heads - 2 * kv_heads, kv_heads, dim, left):
-            TritonAdapterOps().adapter_up(qkv.flatten(1), *left)
-            own = None
-        self._turn(layer, qkv, kv_heads, cos, sin, norms, own)
-        return self._attend(layer, qkv, heads - 2 * kv_heads, kind)
-
-    def _turn(
-        self, layer: int, qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms | None,
-        left: Added | None = None,
-    ) -> None:  # fmt: skip
+    def _turn(self, layer: int, qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms | None) -> None:
         kv = self._backend.pool.kv[self._first_layer + layer][:, :kv_heads]
         scales = self._backend.pool.scales[self._first_layer + layer]
         q_norm, k_norm, eps, v_norm, after = norms or (None, None, 0.0, False, False)
-        rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, q_norm, k_norm, eps, scales, v_norm, after, left)
+        rope_and_write(qkv, cos, sin, self._batch.write_slots, kv, q_norm, k_norm, eps, scales, v_norm, after)
 
     def write_latents(
         self, layer: int, made: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor,

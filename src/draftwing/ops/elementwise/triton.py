@@ -12,43 +12,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.adapters.spec import Added
-from draftwing.ops.adapters.triton_added import arguments, row_added, up_factors
 from draftwing.ops.elementwise.spec import ElementwiseOps
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.fp8.triton import Out, empty_rows, parts_of, store_fp8
 from draftwing.ops.triton.common import launch_options, start
 
 _SHORT = 1024  # elements of a program for rows shorter than that, and of a chunk where a row can be cut
-ADDED_BLOCK = 256  # of a program that holds adapters' factors
 
 
 @triton.jit
 def _silu_mul_kernel(
-    out, x, x_stride, made, slots, up, RANK: tl.constexpr, PARTS: tl.constexpr,
-    GELU: tl.constexpr, FFN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """made, slots, up, RANK, PARTS: of adapters, as `arguments` has them, of gates and of ups one slice each."""
+    out,
+    x,
+    x_stride,
+    GELU: tl.constexpr,
+    FFN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = col < FFN
-    if made is not None:
-        slot = tl.load(slots + row)
-        gate_factors = up_factors(up, slot, 0, col, RANK, 2 * FFN)
-        other_factors = up_factors(up, slot, 0, FFN + col, RANK, 2 * FFN)
     start(PDL)
-    gate = tl.load(x + row * x_stride + col, mask=mask, other=0.0)
-    other = tl.load(x + row * x_stride + FFN + col, mask=mask, other=0.0)
-    if made is not None:
-        gate = row_added(gate, gate_factors, made, row, slot, 0, up, col, 2, RANK, PARTS, 2 * FFN)
-        other = row_added(other, other_factors, made, row, slot, 1, up, FFN + col, 2, RANK, PARTS, 2 * FFN)
-    gate, other = gate.to(tl.float32), other.to(tl.float32)
+    gate = tl.load(x + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + FFN + col, mask=mask, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
     power = -gate
     if GELU:  # x / 2 * (1 + tanh(y)) = x / (1 + exp(-2y)), y = sqrt(2 / pi) * (x + 0.044715 x^3)
         power = gate * (-1.5957691216 - 0.0713548163 * gate * gate)
     gate = (gate / (1.0 + tl.exp(power))).to(dtype).to(tl.float32)
-    tl.store(out + row * FFN + col, (gate * other).to(dtype), mask=mask)
+    tl.store(out + row * FFN + col, (gate * up).to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -142,19 +135,16 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return silu_mul(gate_up, gelu=True)
 
 
-def silu_mul(gate_up: Tensor, gelu: bool = False, left: Added | None = None) -> Tensor:
-    """gate_up [M, 2 * ffn] -> silu(gate) * up, [M, ffn]; silu(gate) is rounded before it is multiplied, as in torch.
-    left: what adapters add to it before, gates and ups one slice each."""
+def silu_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
+    """gate_up [M, 2 * ffn] -> silu(gate) * up, [M, ffn]; silu(gate) is rounded before it is multiplied, as in torch"""
     rows, ffn = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = torch.empty(rows, ffn, dtype=gate_up.dtype, device=gate_up.device)
     if rows == 0:
         return out
-    block = _SHORT if left is None else ADDED_BLOCK
-    _silu_mul_kernel[(rows, triton.cdiv(ffn, block))](
-        out, gate_up, gate_up.stride(0), **arguments(left), GELU=gelu, FFN=ffn, BLOCK=block, num_warps=4,
-        **launch_options(gate_up.device),
-    )  # fmt: skip
+    _silu_mul_kernel[(rows, triton.cdiv(ffn, _SHORT))](
+        out, gate_up, gate_up.stride(0), GELU=gelu, FFN=ffn, BLOCK=_SHORT, num_warps=4, **launch_options(gate_up.device)
+    )
     return out
 
 

@@ -6,22 +6,17 @@ As in layers.py, float32 inside, and a row's bits depend on that row only.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.adapters.spec import Added
-from draftwing.ops.adapters.triton_added import CHUNK, HELD, add_to_row, arguments, held_of_row
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.fp8.triton import Out, empty_rows, parts_of, store_rows_fp8
 from draftwing.ops.norms.spec import NormOps
 from draftwing.ops.triton.common import launch_options, rounded_product, start
 
 _SHORT = 1024  # elements of a program for rows shorter than that
-_LONGEST = 4096  # elements of rows to which what adapters left is added
 
 
 @triton.jit
@@ -43,13 +38,6 @@ def _rms_norm_kernel(
     rows,
     x_outer,
     x_inner,
-    made,
-    slots,
-    up,
-    RANK: tl.constexpr,
-    PARTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HELD: tl.constexpr,
     INNER: tl.constexpr,
     SIZE: tl.constexpr,
     EPS: tl.constexpr,
@@ -57,18 +45,11 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """made, slots, up, RANK, PARTS: what adapters add to x of one row a program before, which is written."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (col < SIZE)[None, :]
     w = tl.load(weight + col, mask=col < SIZE, other=0.0).to(tl.float32)  # no kernel writes weights
-    if made is not None:
-        number = tl.program_id(0).to(tl.int64)
-        slot = tl.load(slots + number)
-        held = held_of_row(up, slot, RANK, SIZE, HELD, CHUNK)
     start(PDL)
-    if made is not None:
-        add_to_row(x + number * x_outer, made, number, slot, up, held, RANK, PARTS, SIZE, BLOCK, CHUNK)
     row64 = row.to(tl.int64)
     source = (row64 // INNER) * x_outer + (row64 % INNER) * x_inner
     value = tl.load(x + source[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -91,13 +72,6 @@ def _add_rms_norm_kernel(
     rows,
     x_stride,
     delta_stride,
-    made,
-    slots,
-    up,
-    RANK: tl.constexpr,
-    PARTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HELD: tl.constexpr,
     SIZE: tl.constexpr,
     EPS: tl.constexpr,
     SCALE: tl.constexpr,
@@ -109,13 +83,7 @@ def _add_rms_norm_kernel(
     col = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (col < SIZE)[None, :]
     w = tl.load(weight + col, mask=col < SIZE, other=0.0).to(tl.float32)
-    if made is not None:
-        number = tl.program_id(0).to(tl.int64)
-        slot = tl.load(slots + number)
-        held = held_of_row(up, slot, RANK, SIZE, HELD, CHUNK)
     start(PDL)
-    if made is not None:
-        add_to_row(delta + number * delta_stride, made, number, slot, up, held, RANK, PARTS, SIZE, BLOCK, CHUNK)
     row64 = row.to(tl.int64)[:, None]
     a = tl.load(x + row64 * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     b = tl.load(delta + row64 * delta_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -195,18 +163,11 @@ def warps_of_row(size: int, itemsize: int) -> int:
     return warps if rows == 1 else min(max(block * itemsize // 512, 1), warps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, left: Added | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., size] of any strides but for the last, at most three axes; weight [size] -> [..., size]
 
-    As F.rms_norm does it on CUDA, which rounds once, after the weight. left: what adapters add to x [M, size] before,
-    which is changed; where `may_add`."""
-    return _rms_norm(_like(x), x, weight, eps, left)
-
-
-def may_add(size: int) -> bool:
-    """Returns whether norms of rows of this size add what adapters left: threads have registers for the factors."""
-    rows, block, _ = row_blocks(size)
-    return rows == 1 and CHUNK <= block <= _LONGEST
+    As F.rms_norm does it on CUDA, which rounds once, after the weight."""
+    return _rms_norm(_like(x), x, weight, eps)
 
 
 def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
@@ -218,12 +179,7 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _late(left: Added | None, block: int) -> dict[str, Any]:
-    """Returns the arguments of kernels that are about adapters."""
-    return arguments(left) | {"CHUNK": CHUNK, "HELD": min(HELD, block // CHUNK)}
-
-
-def _rms_norm(out: Out, x: Tensor, weight: Tensor, eps: float, left: Added | None = None) -> Out:
+def _rms_norm(out: Out, x: Tensor, weight: Tensor, eps: float) -> Out:
     size = weight.shape[0]
     assert x.dim() in (2, 3) and x.shape[-1] == size and x.stride(-1) == 1
     assert weight.dtype in (x.dtype, torch.float32)
@@ -233,18 +189,16 @@ def _rms_norm(out: Out, x: Tensor, weight: Tensor, eps: float, left: Added | Non
         return out
     per_program, block, warps = row_blocks(size)
     _rms_norm_kernel[(triton.cdiv(rows, per_program),)](
-        *parts_of(out), x, weight, rows, x.stride(0), x_inner, **_late(left, block),
-        INNER=inner, SIZE=size, EPS=eps, ROWS=per_program, BLOCK=block, num_warps=warps, **launch_options(x.device),
+        *parts_of(out), x, weight, rows, x.stride(0), x_inner, INNER=inner, SIZE=size, EPS=eps, ROWS=per_program,
+        BLOCK=block, num_warps=warps, **launch_options(x.device),
     )  # fmt: skip
     return out
 
 
-def add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, scale: float = 1.0, left: Added | None = None
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """x, delta [M, size], weight [size] -> x + scale * delta [M, size], rounded to their dtype, as the product is, and
-    its norm [M, size]. left: what adapters add to delta before, where `may_add`."""
-    return _add_rms_norm(_like(x), x, delta, weight, eps, scale, left)
+    its norm [M, size]."""
+    return _add_rms_norm(_like(x), x, delta, weight, eps, scale)
 
 
 def add_rms_norm_fp8(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Fp8Rows]:
@@ -253,7 +207,7 @@ def add_rms_norm_fp8(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tu
 
 
 def _add_rms_norm(
-    out: Out, x: Tensor, delta: Tensor, weight: Tensor, eps: float, scale: float = 1.0, left: Added | None = None
+    out: Out, x: Tensor, delta: Tensor, weight: Tensor, eps: float, scale: float = 1.0
 ) -> tuple[Tensor, Out]:
     # Sizes of weights are constants to torch.compile, those of x are not, and a kernel's tiles must be.
     rows, size = x.shape[0], weight.shape[0]
@@ -264,7 +218,7 @@ def _add_rms_norm(
         return total, out
     per_program, block, warps = row_blocks(size)
     _add_rms_norm_kernel[(triton.cdiv(rows, per_program),)](
-        total, *parts_of(out), x, delta, weight, rows, x.stride(0), delta.stride(0), **_late(left, block),
+        total, *parts_of(out), x, delta, weight, rows, x.stride(0), delta.stride(0),
         SIZE=size, EPS=eps, SCALE=scale, ROWS=per_program, BLOCK=block, num_warps=warps, **launch_options(x.device),
     )  # fmt: skip
     return total, out

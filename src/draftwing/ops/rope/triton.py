@@ -7,15 +7,11 @@ The reference is `rotate`, `rms_norm` and `concat_rope` of `ops.table`, and `KVP
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.adapters.spec import Added
-from draftwing.ops.adapters.triton_added import arguments, row_added, up_factors
 from draftwing.ops.attention.triton_common import fits
 from draftwing.ops.gemm import cuda_heads
 from draftwing.ops.gemm.contract import HeadProducts
@@ -69,43 +65,24 @@ def _to_e4m3(x):
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rope_kernel(
-    qkv, kv, slots, cos, sin, q_norm, k_norm, eps, k_by, v_by, row_stride, turn_stride, made, adapters, up,
-    SLICES: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
+    qkv, kv, slots, cos, sin, q_norm, k_norm, eps, k_by, v_by, row_stride, turn_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF_PAD: tl.constexpr, BLOCK: tl.constexpr,
     NORM: tl.constexpr, AFTER: tl.constexpr, V_NORM: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (M, blocks of BLOCK heads): q is turned in place, k is turned into the pool, v goes to the pool. NORM: both
     are normed, before it or AFTER it. V_NORM: v is normed, too, without weights. FP8: the pool holds codes of
-    float8_e4m3fn, of keys times k_by and of values times v_by. made, adapters, up, SLICES, RANK, PARTS: what adapters
-    with the slots `adapters` add to qkv before, of heads that are all of one slice."""
+    float8_e4m3fn, of keys times k_by and of values times v_by."""
+    start(PDL)
     m = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * BLOCK
-    head = first + tl.arange(0, BLOCK)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     half = tl.arange(0, HALF_PAD)
     HALF: tl.constexpr = DIM // 2
-    if made is not None:
-        index = tl.arange(0, BLOCK * HALF_PAD)
-        OUTPUTS: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
-        of_low, adapter = (first + index // HALF_PAD) * DIM + index % HALF_PAD, tl.load(adapters + m)
-        of_low = tl.where(index % HALF_PAD < HALF, of_low, OUTPUTS)
-        low_factors = up_factors(up, adapter, 0, of_low, RANK, OUTPUTS)
-        high_factors = up_factors(up, adapter, 0, of_low + HALF, RANK, OUTPUTS)
-    start(PDL)
     ok = half < HALF
     here = (head < HEADS + 2 * KV_HEADS)[:, None] & ok[None, :]
     slot = tl.load(slots + m)
     at = qkv + m * row_stride + head[:, None] * DIM + half[None, :]
     low = tl.load(at, mask=here, other=0.0)
     high = tl.load(at + HALF, mask=here, other=0.0)
-    if made is not None:
-        place = first * 0
-        if SLICES > 1:
-            place = (first >= HEADS).to(tl.int32) + (first >= HEADS + KV_HEADS).to(tl.int32)
-        old, ups = tl.reshape(low, [BLOCK * HALF_PAD]), low_factors
-        old = row_added(old, ups, made, m, adapter, place, up, of_low, SLICES, RANK, PARTS, OUTPUTS)
-        low, old, ups = tl.reshape(old, [BLOCK, HALF_PAD]), tl.reshape(high, [BLOCK * HALF_PAD]), high_factors
-        old = row_added(old, ups, made, m, adapter, place, up, of_low + HALF, SLICES, RANK, PARTS, OUTPUTS)
-        high = tl.reshape(old, [BLOCK, HALF_PAD])
 
     dtype = low.dtype
     a, b = low.to(tl.float32), high.to(tl.float32)
@@ -290,15 +267,13 @@ def rope_and_write(
     scales: tuple[float, float] = (1.0, 1.0),
     v_norm: bool = False,
     after: bool = False,
-    left: Added | None = None,
 ) -> None:
     """`rotate` and `KVPool.write` at once: q is turned in place, k and v go to the pool.
 
     qkv [M, heads + 2 * kv_heads, head_dim], contiguous within each of M, heads perhaps 0; cos, sin [M, ..., head_dim]:
     the halves of rows of a `rope_table`. write_slots [M] int64; kv [slots, kv_heads, 2, head_dim], in float8_e4m3fn
     divided by `scales`, those of keys and of values. q_norm, k_norm [head_dim]: weights of an RMS norm of each head
-    before it is turned, or after that.  v_norm: whether heads of values have one, too, without weights.  left: what
-    adapters add to qkv before, where `may_add`.
+    before it is turned, or after that.  v_norm: whether heads of values have one, too, without weights.
     """
     count, all_heads, dim = qkv.shape
     kv_heads = kv.shape[1]
@@ -308,26 +283,14 @@ def rope_and_write(
         and cos.stride(0) == sin.stride(0)
         and (q_norm is None) == (k_norm is None)
     )
-    block, fp8 = 16 if left is None else _added_block(all_heads, kv_heads), kv.itemsize == 1
+    block, fp8 = 16, kv.itemsize == 1
     _rope_kernel[(count, triton.cdiv(all_heads, block))](
         qkv, kv.view(torch.uint8) if fp8 else kv, write_slots, cos, sin, qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm, eps, 1 / scales[0], 1 / scales[1], qkv.stride(0), cos.stride(0),
-        **arguments(left, slots="adapters"), SLICES=1 if left is None else len(left.weights.bounds) - 1,
         HEADS=all_heads - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim, HALF_PAD=triton.next_power_of_2(dim // 2),
         BLOCK=block, NORM=q_norm is not None, AFTER=after, V_NORM=v_norm, FP8=fp8, num_warps=4,
         **launch_options(qkv.device),
     )  # fmt: skip
-
-
-def _added_block(all_heads: int, kv_heads: int) -> int:
-    """Returns heads of a program that adds what adapters left: so few that all are queries, keys or values."""
-    return math.gcd(all_heads, kv_heads, 4)
-
-
-def may_add(heads: int, kv_heads: int, dim: int, left: Added) -> bool:
-    """Returns whether `rope_and_write` of so many heads of queries, and of keys, adds what adapters left."""
-    q, kv = heads * dim, kv_heads * dim
-    return dim >= 32 and left.weights.bounds in ((0, q + 2 * kv), (0, q, q + kv, q + 2 * kv))
 
 
 @triton.jit
