@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -357,6 +358,7 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason=EXTRA)
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.5)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
+    logging.getLogger("opentelemetry").propagate = False  # its threads still try, and say so beside later tests
     engine = FakeEngine()
     tracing = open_tracing("http://127.0.0.1:1/v1/traces", "echo")
     begin = time.monotonic()
