@@ -468,7 +468,7 @@ WINDOWS = ("mistral-window", "gemma3", "gpt-oss", "qwen3-yarn", "llama4")
 of_different = pytest.mark.further(pair=[family for family in FAMILIES if family not in DIFFERENT])
 
 
-TAKEN_APART = (transformers.GptOssForCausalLM, transformers.MiniCPM3ForCausalLM, transformers.Llama4ForCausalLM)
+TAKEN_APART = {"GptOssForCausalLM", "MiniCPM3ForCausalLM", "Llama4ForCausalLM", "YoutuForCausalLM"}
 
 
 def random_reference(family: str, **overrides: Any) -> transformers.PreTrainedModel:
@@ -576,7 +576,7 @@ def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
 @of_different
 def test_saved_checkpoint_is_read_by_transformers(pair: tuple[Any, DecoderModel], tmp_path: Path) -> None:
     reference, model = pair
-    taken_apart = isinstance(reference, TAKEN_APART)
+    taken_apart = type(reference).__name__ in TAKEN_APART
     if taken_apart or model.config.family.apart is not None:
         pytest.skip("its checkpoints have tensors that are taken apart when they are read")
     save_file(
