@@ -70,7 +70,7 @@ class ConvolvedLayer(DecoderLayer):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, under: Tensor | Fp8Rows | None = None
     ) -> Tensor:
-        """As `DecoderLayer.forward`, of a head, whose layers leave nothing to each other."""
+        """As `DecoderLayer.forward`, of a head, no sum of which is made under a norm."""
         assert under is None
         assert self.attn_norm is not None and self.mlp_norm is not None and self.mlp is not None
         read, factors = self.attn_conv.before(self.attn_norm(x))
