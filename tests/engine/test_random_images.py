@@ -86,7 +86,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.slow
 @pytest.mark.further(folder="gemma4-mutual")
 @pytest.mark.further(seed=[*range(1, 150)])
-@pytest.mark.parametrize("seed", range(150))
+# In the last two a request is retracted for a better-placed one, before which its image would have come in the step.
+@pytest.mark.parametrize("seed", [*range(150), 5026, 5051])
 def test_text_is_that_of_each_alone(folder: Path, seed: int) -> None:
     model, processor = loaded(folder)
     random_load.check(ONE, model, seed, shown_to(processor), (*DRAFTERS, _reads_text))

@@ -308,7 +308,8 @@ class Scheduler:
             self._alone |= not all(with_whole_images([one], room, False) for one in shares)
         if self.config.whole_prompts:
             shares = whole_prompts(shares, room)
-        for req, length in with_whole_images(shares, room, retracts):
+        whole = with_whole_images(shares, room, retracts)
+        for req, length in sorted(whole, key=lambda one: one[0].rank):  # whoever is retracted has no chunk yet
             if req.state is not ReqState.PREFILL:  # retracted for a better-placed one
                 continue
             final = req.sent + length == len(req.tokens)
