@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -21,7 +23,25 @@ def ctrl_c() -> Iterator[None]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_whatever_runs(ctrl_c: None, hangups: None, number: int) -> None:
     """Python 3.11 makes a RuntimeError of what is raised in `__set_name__`; a library may raise its own error after it
-    caught everything."""
+    caught everything; what is raised in a destructor or in the callback of a weak reference is printed and dropped."""
+
+    class Destroyed:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    class Target:
+        pass
+
+    def destroyed() -> None:
+        Destroyed()
+        time.sleep(10)
+
+    def called_back() -> None:
+        target = Target()
+        reference = weakref.ref(target, lambda _: signal.raise_signal(number))
+        del target
+        time.sleep(10)
+        del reference
 
     class Named:
         def __set_name__(self, owner: object, name: str) -> None:
@@ -34,7 +54,7 @@ def test_a_signal_ends_whatever_runs(ctrl_c: None, hangups: None, number: int) -
             raise OSError("interrupted") from None
 
     before = signal.getsignal(number)
-    for block in (lambda: type("Owner", (), {"named": Named()}), caught):
+    for block in (lambda: type("Owner", (), {"named": Named()}), caught, destroyed, called_back):
         with pytest.raises((KeyboardInterrupt, SystemExit)) as ended, terminable():
             block()
         assert isinstance(ended.value, KeyboardInterrupt) == (number == signal.SIGINT)

@@ -29,6 +29,7 @@ from draftwing.config.sources import (
 )
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.log import Forgiving, configure_logging
+from draftwing.server.signals import never_dropped
 from draftwing.train.command import add_train, run_train
 from draftwing.train.settings import Settings
 from draftwing.version import __version__
@@ -67,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 arguments[MODELS] = tables
             _configure_logging(arguments)
         typed_as = _typed_as(commands[command], words)
-        runs[command](arguments)
+        with never_dropped():
+            runs[command](arguments)
     except DraftwingError as error:
         text = str(error)
         if isinstance(error, ConfigError):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
+AGAIN_SECONDS = 0.01  # until a signal is sent again, so that the main thread has left what dropped it
 
 
 class Hangup:
@@ -54,6 +53,7 @@ def terminable(hangup: Hangup | None = None) -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as stack:
+        stack.enter_context(never_dropped())
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             stack.enter_context(handled(number, leave))
         try:
@@ -63,6 +63,40 @@ def terminable(hangup: Hangup | None = None) -> Iterator[None]:
             if received:
                 raise ending() from None
             raise
+
+
+@contextlib.contextmanager
+def never_dropped() -> Iterator[None]:
+    """Sends a signal again whose exception Python drops: it prints what a handler raises in a destructor or in the
+    callback of a weak reference, of which each import has one, and goes on. On the main thread."""
+    main, before, waiting = threading.current_thread(), sys.unraisablehook, []
+
+    def dropped(what: sys.UnraisableHookArgs) -> None:
+        number = _number_of(what.exc_value)
+        if number is None or threading.current_thread() is not main:
+            before(what)
+            return
+        assert main.ident is not None
+        timer = threading.Timer(AGAIN_SECONDS, signal.pthread_kill, (main.ident, number))
+        waiting.append(timer)
+        timer.start()
+
+    sys.unraisablehook = dropped
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+        for timer in waiting:
+            timer.cancel()
+
+
+def _number_of(error: BaseException | None) -> int | None:
+    """Returns the signal that raises such an error by `terminable` or by Python's own handler."""
+    if isinstance(error, KeyboardInterrupt):
+        return signal.SIGINT
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
+        return error.code - 128
+    return None
 
 
 @contextlib.contextmanager
