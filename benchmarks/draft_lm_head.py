@@ -38,7 +38,8 @@ class Rescored:
     """An lm_head in fewer bits, of whose best outputs so many are computed again with the matrix as it is."""
 
     def __init__(self, few: Linear, whole: Linear, best: int) -> None:
-        self.few, self.whole, self.best, self.out_features = few, whole, best, few.out_features
+        self.few, self.whole, self.best = few, whole, best
+        self.in_features, self.out_features = few.in_features, few.out_features
 
     def __call__(self, x: Tensor) -> Tensor:
         logits = self.few(x)

@@ -31,11 +31,11 @@ Ask = Callable[[list[int], int], Answer]  # a prompt, and how many tokens
 
 def cpu_engine(model: str, threads: int, tokens: int, **given: Any) -> Engine:
     """tokens: of its KV pool."""
-    options = Options.from_kwargs(
-        model=model, device="cpu", num_threads=threads, max_total_tokens=tokens, max_running_requests=2,
-        log_level="warning", **given,
-    )  # fmt: skip
-    return Engine(options)
+    options = {
+        "model": model, "device": "cpu", "num_threads": threads, "max_total_tokens": tokens,
+        "max_running_requests": 2, "log_level": "warning",
+    }  # fmt: skip
+    return Engine(Options.from_kwargs(**{**options, **given}))
 
 
 def ask_engine(engine: Engine, prompt: list[int], tokens: int) -> Answer:

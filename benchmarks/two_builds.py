@@ -78,7 +78,8 @@ class Build:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkouts", nargs=2, type=Path, metavar=("OLD", "NEW"))
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -87,7 +88,7 @@ def main() -> None:
     rates: dict[str, list[tuple[float, float]]] = {row: [] for row in args.rows.split(",")}
     took, turn = 0.0, 0
     with ExitStack() as started:  # what is stopped would stay if this ended before its time
-        builds = [started.enter_context(Build(root, args.rows, args.threads)) for root in args.checkouts]
+        builds = [started.enter_context(Build(root, args.rows, args.threads)) for root in (args.old, args.new)]
         while not turn or time.monotonic() + took < begun + args.seconds:
             before = time.monotonic()
             for row, pairs in rates.items():
