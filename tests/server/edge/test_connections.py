@@ -169,3 +169,60 @@ def test_a_connection_whose_turn_is_late_is_not_read_meanwhile() -> None:
 
     taken = asyncio.run(run())
     assert taken <= 64 * 2 * 65_536
+
+
+UPGRADES = [
+    ["connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__"],  # Java's client
+    ["upgrade: websocket", "connection: keep-alive, upgrade", "sec-websocket-key: eA=="],
+    ["Connection: upgrade", "Upgrade: TLS/1.0, HTTP/2.0", "x: \u00fc"],
+]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 61, 4096, 10**6])
+@pytest.mark.parametrize("upgrade", UPGRADES)
+def test_a_request_that_asks_for_another_protocol_is_read_all_the_same(upgrade: list[str], cut: int) -> None:
+    """With its body, in whatever pieces it comes, and so are those behind it on the connection."""
+    heard: list[tuple[str, str, dict[bytes, bytes], bytes]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        heard.append((scope["method"], scope["path"], dict(scope["headers"]), body))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    def request(method: str, path: str, body: bytes, *headers: str) -> bytes:
+        lines = [f"{method} {path} HTTP/1.1", "host: a", *headers]
+        return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+
+    long = bytes(range(256)) * 40
+    sent = [
+        request("POST", "/0?a=b", long, *upgrade, f"content-length: {len(long)}"),
+        request("GET", "/1", b"", *upgrade),
+        request("POST", "/2", b"3\r\nabc\r\n4\r\n\r\n\r\n\r\n0\r\n\r\n", *upgrade, "transfer-encoding: chunked"),
+        request("POST", "/3", b"d", "content-length: 1"),
+    ]
+
+    async def run() -> list[bytes]:
+        sender = Sender()
+        config = uvicorn.Config(app, lifespan="off", ws="none")
+        config.load()
+        connection = LimitedConnection(config=config, server_state=ServerState(), app_state={}, reads=ReadScheduler())
+        connection.connection_made(sender)
+        for one in sent:
+            for begin in range(0, len(one), cut):
+                while not sender.reads:
+                    await asyncio.sleep(0)
+                connection.data_received(one[begin : begin + cut])
+            while len(heard) < sent.index(one) + 1:
+                await asyncio.sleep(0)
+        connection.connection_lost(None)
+        return sender.written
+
+    written = asyncio.run(asyncio.wait_for(run(), 20))
+    assert b"".join(written).count(b"HTTP/1.1 200 OK") == len(sent)
+    assert [one[:2] for one in heard] == [("POST", "/0"), ("GET", "/1"), ("POST", "/2"), ("POST", "/3")]
+    assert [one[3] for one in heard] == [long, b"", b"abc\r\n\r\n", b"d"]
+    assert all(b"upgrade" not in one[2] and one[2][b"host"] == b"a" for one in heard)

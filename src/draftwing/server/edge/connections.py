@@ -19,6 +19,7 @@ from uvicorn.server import ServerState
 
 from draftwing.errors import ConfigError
 from draftwing.server.edge.limits import A_SECOND, CHUNK_COST, MAX_HELD, MAX_SECONDS, MAX_UNREAD, NO_DEFERRAL, Throttle
+from draftwing.server.edge.upgrades import PlainParser
 
 logger = logging.getLogger(__name__)
 BACKLOG = 2048  # connections that wait to come in
@@ -196,10 +197,12 @@ class LimitedConnection(HttpToolsProtocol):
 
     header_seconds, body_seconds, write_seconds = HEADER_SECONDS, BODY_SECONDS, WRITE_SECONDS
     flow: Flow
+    parser: PlainParser
 
     def __init__(self, *args: Any, limit: int = 1024, reads: ReadScheduler | None = None, **kwargs: Any) -> None:
         """limit: connections of the server.  reads: of all of them; the rest is uvicorn's."""
         super().__init__(*args, **kwargs)
+        self.parser = PlainParser(self)
         self._limit = limit
         self._reads = reads or ReadScheduler()
         self._cycles: deque[Any] = deque()  # requests that are not answered yet, the one that runs first
@@ -283,6 +286,8 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.sets_aside(self.url, self.headers):
+            return
         self._no_body = 0
         self._await(self.body_seconds)
         before = self.cycle
@@ -304,6 +309,8 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.aside:
+            return
         self._coming = self._in_body = False
         self._no_body = 0
         self._stop_waiting()
