@@ -269,6 +269,16 @@ def test_a_model_that_reads_none(plain: tuple[FakeEngine, TestClient]) -> None:
     assert message == "messages.0.content.0: this model reads no images; send text alone, or serve one that does"
 
 
+def test_clients_are_told_whether_the_model_reads_images(
+    client: TestClient, plain: tuple[FakeEngine, TestClient]
+) -> None:
+    """Where Ollama's, llama.cpp's and SGLang's clients look before they let a user attach a picture."""
+    for asked, reads in ((client, True), (plain[1], False)):
+        assert ("vision" in asked.post("/api/show", json={"model": "m"}).json()["capabilities"]) == reads
+        assert asked.get("/props").json()["modalities"]["vision"] is reads
+        assert asked.get("/model_info").json()["has_image_understanding"] is reads
+
+
 # -- pictures of every kind --------------------------------------------------------------------------------------------
 
 

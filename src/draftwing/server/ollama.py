@@ -253,7 +253,8 @@ def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
         body = await read_body(request, ShowRequest)
         tools = await service.pools.run(0, lambda gone: chats.calls_tools)
         thinks = chats.harmony or chats.reasoning is not None
-        does = ["completion", *(["tools"] if tools else []), *(["thinking"] if thinks else [])]
+        known = {"tools": tools, "vision": info.images is not None, "thinking": thinks}
+        does = ["completion", *(name for name, there in known.items() if there)]
         shown = {
             "modelfile": "",
             "parameters": "",
