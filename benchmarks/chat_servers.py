@@ -5,30 +5,37 @@ Any server of `/v1/chat/completions` will do. Memory is read from /proc, so that
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-from draftwing.utils import free_port, terminate_process
+from draftwing.utils import STOP_SECONDS, free_port, terminate_process
 
 HOST = "127.0.0.1"
 START_SECONDS = 300.0
+_LIBC = ctypes.CDLL(None)
+_PDEATHSIG = 1  # of prctl(2)
 MEMORY = ("Rss", "Pss", "Pss_Anon", "Pss_File")
 
 
 class Answer(NamedTuple):
-    """first, total: seconds from the request to the first text and to the end."""
+    """first, last, total: seconds from the request to the first text, to the last one and to the end."""
 
     first: float
+    last: float
     total: float
     prompt_tokens: int
     tokens: int
@@ -46,23 +53,35 @@ class Contender:
 
 
 class Server:
-    """A running contender; a context manager that ends it."""
+    """A running contender; a context manager that ends it. It ends when this process does, however that comes about."""
 
-    def __init__(self, contender: Contender, log: Path) -> None:
+    def __init__(self, contender: Contender, log: Path, stop_seconds: float = STOP_SECONDS) -> None:
+        """stop_seconds: that it may take to end in an orderly way."""
         self.contender, self.port, self.log = contender, free_port(HOST), log
+        self.url, self._stop_seconds = f"http://{HOST}:{self.port}", stop_seconds
         words = [*contender.command, "--host", HOST, "--port", str(self.port)]
         self.started = time.perf_counter()
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 words, env={**os.environ, **contender.environ}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True,
+                start_new_session=True, preexec_fn=_end_with_parent,
             )  # fmt: skip
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        terminate_process(self.process)
+        terminate_process(self.process, self._stop_seconds)
+        self.kill()  # what it has started, should that still run
+
+    def kill(self) -> None:
+        """Ends all of its processes at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def last_words(self, lines: int = 8) -> str:
+        """Returns the end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def first_answer(self, messages: Sequence[dict[str, str]]) -> float:
         """Seconds from the start of the process to one token of an answer, asked for until the server gives it.
@@ -71,9 +90,9 @@ class Server:
         """
         return self.ready(lambda: self.ask(messages, 1))
 
-    def ready(self, attempt: Callable[[], object]) -> float:
+    def ready(self, attempt: Callable[[], object], limit: float = START_SECONDS) -> float:
         """Seconds from the start of the process until an attempt raised nothing. Raises as `first_answer`."""
-        while time.perf_counter() < self.started + START_SECONDS:
+        while time.perf_counter() < self.started + limit:
             try:
                 attempt()
             except (OSError, http.client.HTTPException):
@@ -82,41 +101,16 @@ class Server:
                 time.sleep(0.01)
             else:
                 return time.perf_counter() - self.started
-        raise TimeoutError(f"{self.contender.name} gave no answer within {START_SECONDS:g} s: see {self.log}")
+        raise TimeoutError(f"{self.contender.name} gave no answer within {limit:g} s: see {self.log}")
 
     def ask(self, messages: Sequence[dict[str, str]], tokens: int) -> Answer:
         """A greedy answer of exactly `tokens` tokens. Raises HTTPException for a refusal or half a stream."""
-        body = {
-            "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-            "stream_options": {"include_usage": True}, **self.contender.body,
-        }  # fmt: skip
-        start, first, events = time.perf_counter(), 0.0, []
-        with self._answer("/v1/chat/completions", body) as response:
-            for line in response:
-                if line.startswith(b"data: {"):
-                    events.append(line)
-                    if not first and text_of(line):
-                        first = time.perf_counter() - start
-            total = time.perf_counter() - start
-        usage = json.loads(events[-1].removeprefix(b"data: ")).get("usage") if events else None
-        if usage is None:
-            raise http.client.HTTPException(f"{self.contender.name} ended a stream before it was whole: see {self.log}")
-        text = "".join(map(text_of, events))
-        return Answer(first or total, total, usage["prompt_tokens"], usage["completion_tokens"], text)
+        return chat(self.url, messages, tokens, self.contender.body)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """What the server answers to JSON. Raises HTTPException for a refusal."""
-        with self._answer(path, body) as response:
+        with answer_of(self.url, path, body) as response:
             return json.load(response)
-
-    @contextmanager
-    def _answer(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
-        with closing(http.client.HTTPConnection(HOST, self.port, timeout=START_SECONDS)) as connection:
-            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-            response = connection.getresponse()
-            if response.status != 200:
-                raise http.client.HTTPException(response.read().decode(errors="replace"))
-            yield response
 
     def ask_all(self, prompts: Sequence[Sequence[dict[str, str]]], tokens: int) -> tuple[float, list[Answer]]:
         """All prompts at once; (seconds until the last has its answer, answers)."""
@@ -131,10 +125,54 @@ class Server:
         return [memory_of(Path(f"/proc/{pid}/smaps_rollup").read_text()) for pid in (self.process.pid, *children)]
 
 
+def _end_with_parent() -> None:
+    """In a process that is about to become a server: it gets SIGKILL when the thread that started it ends."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PDEATHSIG, signal.SIGKILL)
+
+
+@contextmanager
+def answer_of(url: str, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
+    """The response of a server to JSON. Raises HTTPException for a refusal."""
+    at = urlsplit(url)
+    with closing(http.client.HTTPConnection(at.hostname or HOST, at.port, timeout=START_SECONDS)) as connection:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise http.client.HTTPException(f"{response.status}: {response.read().decode(errors='replace')}")
+        yield response
+
+
+def chat(
+    url: str, messages: Sequence[dict[str, Any]], tokens: int, more: Mapping[str, Any] = MappingProxyType({})
+) -> Answer:
+    """Streams a greedy answer of exactly `tokens` tokens. more: in the request. Raises HTTPException for a refusal or
+    half a stream."""
+    body = {
+        "model": "default", "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+        "stream": True, "stream_options": {"include_usage": True}, **more,
+    }  # fmt: skip
+    start, first, last, events = time.perf_counter(), 0.0, 0.0, []
+    with answer_of(url, "/v1/chat/completions", body) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                events.append(line)
+                if text_of(line):
+                    last = time.perf_counter() - start
+                    first = first or last
+        total = time.perf_counter() - start
+    usage = json.loads(events[-1].removeprefix(b"data: ")).get("usage") if events else None
+    if usage is None:
+        raise http.client.HTTPException(f"{url} ended a stream before it was whole: {events[-1:]!r}"[:600])
+    text = "".join(map(text_of, events))
+    return Answer(first or total, last or total, total, usage["prompt_tokens"], usage["completion_tokens"], text)
+
+
 def text_of(event: bytes) -> str:
-    """The piece of text in a line of a stream."""
+    """The piece of text in a line of a stream, of an answer or of its reasoning."""
     choices = json.loads(event.removeprefix(b"data: ")).get("choices")
-    return (choices[0]["delta"].get("content") or "") if choices else ""
+    delta = choices[0]["delta"] if choices else {}
+    return delta.get("content") or delta.get("reasoning_content") or ""
 
 
 def memory_of(smaps: str) -> dict[str, int]:

@@ -6,14 +6,14 @@
 Contexts are random tokens, one of its own for each request. They are asked for once, and then again with a few new
 tokens behind; what counts are the tokens that come while all requests write. Modes: `plain` asks for nothing more,
 `off` for no drafts and `chainN` for chains of N drafts, of draftwing alone. Modes take turns, and each figure is the
-median of `--rounds`; a round before them does not count. FILE has a line a figure, as soon as it is known.
+median of `--rounds`; a round before them does not count. FILE has a line a figure, as soon as it is known. `beside.py`
+starts the servers, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -23,10 +23,10 @@ from threading import Barrier
 from typing import Any, NamedTuple
 
 from load_runs import listed
+from waves import accept_length, prompts, request
 
 from draftwing.cli.client import Client
 
-RESERVED = 100  # the first and the last token ids of a vocabulary, which may mean something
 NEW = 24  # tokens of a prompt behind its context
 
 
@@ -53,8 +53,7 @@ def asked_for(mode: str) -> dict[str, Any]:
 
 def ask(url: str, ids: list[int], tokens: int, mode: str, ready: Barrier) -> Answer:
     """Streams an answer. Raises ServerError where it is refused."""
-    sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
-    body = {"input_ids": ids, "stream": True, "sampling_params": sampling, **asked_for(mode)}
+    body = request(ids, tokens, **asked_for(mode))
     ready.wait()
     answer = Answer(time.perf_counter(), [], {})
     for event in Client(url).stream("/generate", body):
@@ -63,18 +62,16 @@ def ask(url: str, ids: list[int], tokens: int, mode: str, ready: Barrier) -> Ans
     return answer
 
 
-def wave(url: str, prompts: Sequence[list[int]], tokens: int, mode: str) -> dict[str, Any]:
-    """Asks for all at once."""
-    ready = Barrier(len(prompts))
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        answers = list(threads.map(lambda ids: ask(url, ids, tokens, mode, ready), prompts))
+def wave(url: str, every: Sequence[list[int]], tokens: int, mode: str = "plain") -> dict[str, Any]:
+    """Asks for all at once: tokens per second while all write, and what the server says."""
+    ready = Barrier(len(every))
+    with ThreadPoolExecutor(len(every)) as threads:
+        answers = list(threads.map(lambda ids: ask(url, ids, tokens, mode, ready), every))
     begin, end = max(one.stamps[0][0] for one in answers), min(one.stamps[-1][0] for one in answers)
     written = sum(one.tokens_at(end) - one.tokens_at(begin) for one in answers)
-    steps = [one.meta.get("spec_verify_ct") for one in answers]
-    lengths = [one.meta["completion_tokens"] / count for one, count in zip(answers, steps, strict=True) if count]
     return {
         "rate": round(written / (end - begin), 1) if end > begin else 0.0,
-        "accept_length": round(statistics.mean(lengths), 3) if lengths else None,
+        "accept_length": accept_length([one.meta for one in answers]),
         "cached": [one.meta.get("cached_tokens") for one in answers],
         "first_s": [round(one.stamps[0][0] - one.sent, 3) for one in answers],
     }
@@ -85,24 +82,24 @@ def measured(url: str, contexts: Sequence[list[int]], args: argparse.Namespace) 
     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in args.modes}
     for number in range(args.rounds + 1):
         for mode, waves in found.items():
-            rng = random.Random(f"{number} {mode} {len(contexts)} {len(contexts[0])}")
-            prompts = [ids + random_ids(rng, NEW, args.vocab) for ids in contexts]
-            waves.append(wave(url, prompts, args.tokens, mode))
+            waves.append(wave(url, continued(contexts, args.vocab, f"{number} {mode}"), args.tokens, mode))
     return {
         mode: waves[-1] | {"rate": statistics.median(one["rate"] for one in waves[1:])} for mode, waves in found.items()
     }
 
 
-def random_ids(rng: random.Random, count: int, vocab: int) -> list[int]:
-    return [rng.randrange(RESERVED, vocab - RESERVED) for _ in range(count)]
+def continued(contexts: Sequence[list[int]], vocab: int, seed: str) -> list[list[int]]:
+    """Returns prompts that begin with these contexts. seed: of the tokens behind them."""
+    seed = f"{seed} {len(contexts)} {len(contexts[0])}"
+    return [ids + new for ids, new in zip(contexts, prompts(len(contexts), NEW, vocab, seed), strict=True)]
 
 
 def figures(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    whole = [random_ids(random.Random(i), max(args.contexts), args.vocab) for i in range(max(args.requests))]
+    whole = prompts(max(args.requests), max(args.contexts), args.vocab, 0)
     for context in args.contexts:
         mine = [ids[:context] for ids in whole]
         for ids in mine:
-            wave(args.url, [ids], 2, "plain")
+            wave(args.url, [ids], 2)
         for count in args.requests:
             for mode, found in measured(args.url, mine[:count], args).items():
                 yield {"context": context, "requests": count, "mode": mode, **found}

@@ -261,6 +261,15 @@ class Asker:
         return response.status, bytes(response.read())
 
 
+def works_of(texts: list[str], batch: int, threads: ThreadPoolExecutor) -> dict[str, Callable[[Asker], list[bytes]]]:
+    """Returns ways to ask for all texts, by name: so many in a request, or one, of as many requests as threads."""
+    batches = [texts[at : at + batch] for at in range(0, len(texts), batch)]
+    return {
+        "batches": lambda ask: [ask(batch) for batch in batches],
+        "singles": lambda ask: list(threads.map(lambda text: ask([text]), texts)),
+    }
+
+
 def vector_of(found: list[float] | str) -> np.ndarray[Any, Any]:
     """Returns a vector out of a response, whichever form it has."""
     if isinstance(found, str):
@@ -270,17 +279,12 @@ def vector_of(found: list[float] | str) -> np.ndarray[Any, Any]:
 
 def beside_servers(asked: argparse.Namespace) -> None:
     """Prints rates of each server, and the least cosine between its vectors and those of the first one."""
-    texts = texts_of(asked.texts)
-    batches = [texts[at : at + asked.batch] for at in range(0, len(texts), asked.batch)]
-    form = "base64" if asked.base64 else "float"
+    texts, form = texts_of(asked.texts), "base64" if asked.base64 else "float"
     servers = {name: Asker(url, form) for name, url in (one.split("=", 1) for one in asked.url)}
     found: dict[str, Any] = {name: {"batches": 0.0, "singles": 0.0} for name in servers}
     first, tokens = None, 0
     with ThreadPoolExecutor(asked.clients) as threads:
-        works: dict[str, Callable[[Asker], list[bytes]]] = {
-            "batches": lambda ask: [ask(batch) for batch in batches],
-            "singles": lambda ask: list(threads.map(lambda text: ask([text]), texts)),
-        }
+        works = works_of(texts, asked.batch, threads)
         for turn in range(asked.repeats + 1):  # the first does not count
             for (name, ask), (kind, work) in ((one, other) for one in servers.items() for other in works.items()):
                 start = time.perf_counter()

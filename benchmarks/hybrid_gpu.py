@@ -49,6 +49,7 @@ SIZES: dict[str, tuple[int, int, int, int, int, int, int, bool, bool]] = {
     "9B": (32, 4096, 12288, 16, 4, 16, 32, False, False),
     "27B": (64, 5120, 17408, 24, 4, 16, 48, True, False),
     "35B-A3B": (40, 2048, 512, 16, 2, 16, 32, True, True),
+    "122B-A10B": (48, 3072, 1024, 32, 2, 16, 64, True, True),
 }
 FP8 = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from chat_servers import Contender, Server, draftwing_server, llama_server
+from chat_servers import Contender, Server, answer_of, draftwing_server, llama_server
 from gguf import GGUFWriter
 from gguf_files import IMAGE_TOKENS, MIXTURES, finish
 from hybrid_cpu import SIZES, write_random
@@ -125,7 +125,7 @@ def picture(width: int, height: int, seed: int) -> str:
 def timed(server: Server, path: str, body: dict[str, Any], tokens: int) -> tuple[float, float]:
     """Returns seconds to the first token, and tokens a second behind it."""
     began, times = time.perf_counter(), []
-    with server._answer(path, body | {"stream": True}) as response:
+    with answer_of(server.url, path, body | {"stream": True}) as response:
         times = [time.perf_counter() - began for line in response if line.startswith(b"data: {")]
     return times[0], (tokens - 1) / (times[-1] - times[0]) if tokens > 1 else 0.0
 

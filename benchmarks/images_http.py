@@ -5,13 +5,13 @@ one request after another, then of `--many` requests at once.
 
 Pictures are made here, and each is sent once, as a data URL with a line of text; servers have the same ones. Figures of
 single requests are medians. Two waves of requests at once count; one of each kind that does not comes first.
+`beside.py` starts the servers, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import http.client
 import io
 import itertools
 import json
@@ -21,12 +21,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
+from chat_servers import chat
 from PIL import Image
 
-LIMIT = 60.0  # seconds of a request
 TEXT = "What is in it?"
 
 
@@ -45,50 +44,17 @@ def picture(width: int, height: int, seed: int, kind: str) -> str:
 
 def ask(url: str, image: str | None, text: str, tokens: int) -> dict[str, float]:
     """Streams an answer. Returns seconds until the first chunk with text and until the end, and tokens/s between the
-    first and the last one. Raises RuntimeError where it is refused."""
+    first and the last one. Raises HTTPException where it is refused."""
     parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
     if image is not None:
         parts.insert(0, {"type": "image_url", "image_url": {"url": image}})
-    body = json.dumps(
-        {
-            "model": "default",
-            "messages": [{"role": "user", "content": parts}],
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ).encode()
-    at = urlsplit(url)
-    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=LIMIT)
-    began = time.perf_counter()
-    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    if response.status != 200:
-        raise RuntimeError(f"{response.status}: {response.read(600)!r}")
-    first = last = 0.0
-    usage: dict[str, Any] = {}
-    for line in response:
-        if not line.startswith(b"data: {"):
-            continue
-        now = time.perf_counter()
-        found = json.loads(line[6:])
-        if found.get("error"):
-            raise RuntimeError(str(found)[:600])
-        usage = found.get("usage") or usage
-        for choice in found.get("choices", ()):
-            delta = choice.get("delta", {})
-            if delta.get("content") or delta.get("reasoning_content"):
-                first, last = first or now, now
-    connection.close()
-    done = usage.get("completion_tokens", tokens)
+    found = chat(url, [{"role": "user", "content": parts}], tokens)
     return {
-        "first": first - began,
-        "whole": time.perf_counter() - began,
-        "tokens": done,
-        "prompt": usage.get("prompt_tokens", 0),
-        "rate": (done - 1) / (last - first) if last > first else 0.0,
+        "first": found.first,
+        "whole": found.total,
+        "tokens": found.tokens,
+        "prompt": found.prompt_tokens,
+        "rate": (found.tokens - 1) / (found.last - found.first) if found.last > found.first else 0.0,
     }
 
 

@@ -7,7 +7,7 @@
 Each request has a prompt of random token ids of its own (the same ones for each server), so that requests have nothing
 in common but the model; greedy answers of a model with random weights soon repeat a few tokens, and with them the
 experts of a mixture, which is why the last wave is drawn at temperature 1. Servers are asked one after the other.
-Prints a line for each wave, the best of `--rounds`, and a table.
+Prints a line for each wave, the best of `--rounds`, and a table. `beside.py` starts the servers, too.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from draftwing.cli.client import Client
 
@@ -43,46 +44,66 @@ def wave(text: str) -> Wave:
     return Wave(int(size), float(temperature or 0))
 
 
-def prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(RESERVED, vocab - RESERVED) for _ in range(length)] for _ in range(count)]
+def prompts(count: int, length: int, vocab: int, seed: int | str) -> list[list[int]]:
+    """seed: of the token ids, none of which is among the first or last of the vocabulary."""
+    rng, kept = random.Random(seed), min(RESERVED, vocab // 4)
+    return [[rng.randrange(kept, vocab - kept) for _ in range(length)] for _ in range(count)]
 
 
-def ask(url: str, ids: list[int], tokens: int, temperature: float, adapter: str = "") -> int:
-    """An answer of so many tokens. Returns how many there were; raises ServerError when it is refused."""
+def request(ids: list[int], tokens: int, temperature: float = 0.0, **beside: Any) -> dict[str, Any]:
+    """The body of a request of `/generate` for so many tokens."""
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": temperature}
-    beside = {"lora_path": adapter} if adapter else {}
-    answer = Client(url).post("/generate", {"input_ids": ids, "sampling_params": sampling, **beside})
-    return int(answer["meta_info"]["completion_tokens"])
+    return {"input_ids": ids, "sampling_params": sampling, **beside}
 
 
-def rate(
-    url: str, every: Sequence[list[int]], tokens: int, temperature: float, adapters: Sequence[str] = ("",)
-) -> float:
-    """Tokens per second from the first request to the last answer. adapters: of requests, by turns."""
+def accept_length(every: Sequence[dict[str, Any]]) -> float | None:
+    """Mean tokens of a step, of what a server says of its answers; None where it says nothing of drafts."""
+    steps = [(one["completion_tokens"], one.get("spec_verify_ct")) for one in every]
+    lengths = [tokens / count for tokens, count in steps if count]
+    return round(statistics.mean(lengths), 3) if lengths else None
+
+
+def asked(
+    url: str, every: Sequence[list[int]], tokens: int, temperature: float = 0.0, adapters: Sequence[str] = ("",)
+) -> dict[str, Any]:
+    """Asks for all at once: tokens per second from the first request to the last answer, and what the server says.
+
+    adapters: of requests, by turns. Raises ServerError when one is refused.
+    """
+
+    def ask(ids: list[int], name: str) -> dict[str, Any]:
+        beside = {"lora_path": name} if name else {}
+        answer = Client(url).post("/generate", request(ids, tokens, temperature, **beside))
+        return dict(answer["meta_info"])
+
     with ThreadPoolExecutor(len(every)) as threads:
         start = time.perf_counter()
-        done = list(threads.map(lambda ids, name: ask(url, ids, tokens, temperature, name), every, cycle(adapters)))
-        return sum(done) / (time.perf_counter() - start)
+        found = list(threads.map(ask, every, cycle(adapters)))
+        took = time.perf_counter() - start
+    return {
+        "rate": round(sum(one["completion_tokens"] for one in found) / took, 1),
+        "accept_length": accept_length(found),
+        "cached": sum(one.get("cached_tokens") or 0 for one in found),
+        "seconds": round(took, 3),
+    }
 
 
 def measured(url: str, waves: Sequence[Wave], args: argparse.Namespace) -> dict[str, float]:
     """By wave. A first one of each size does not count: servers compile in it."""
     for one in waves:
         first = prompts(one.size, args.prompt, args.vocab, args.seed - one.size)
-        rate(url, first, 16, one.temperature, args.adapters)
+        asked(url, first, 16, one.temperature, args.adapters)
     found = {}
     for number, one in enumerate(waves):
         rates = [
-            rate(
+            asked(
                 url, prompts(one.size, args.prompt, args.vocab, args.seed + seed), args.tokens, one.temperature,
                 args.adapters,
-            )
+            )["rate"]
             for seed in range(number * args.rounds, (number + 1) * args.rounds)
         ]  # fmt: skip
         found[one.label] = max(rates)
-        shown = {"url": url, "wave": one.label, "tokens_per_s": [round(each, 1) for each in rates]}
-        print(json.dumps(shown), flush=True)
+        print(json.dumps({"url": url, "wave": one.label, "tokens_per_s": rates}), flush=True)
     return found
 
 
