@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from block_ops import BlockGemmOps, BlockTorchOps
+from family_files import written
 from hybrid_models import on_ranks, reference, saved, tokens, whole_logits
 from reference.checkpoints import Checkpoint, llama_target, qwen2_target
 from torch import Tensor
 
 from draftwing.errors import ConfigError
+from draftwing.layers.linear_ops.blocks import BlockFormat, block_sizes
 from draftwing.layers.linear_ops.parallel import NormedSum
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops import make_ops
@@ -63,6 +66,53 @@ def test_widths_are_shared_in_whole_blocks(whole: int, size: int, expected: list
     shares = [width_share(Absent(size, rank), whole) for rank in range(size)]
     assert [share.size for share in shares] == expected
     assert [share.start for share in shares] == [sum(expected[:rank]) for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("whole", "size", "expected"),
+    [
+        (11008, 2, [5632, 5376]),  # 43 blocks of 256
+        (11008, 8, [1536, 1536, 1280, 1280, 1536, 1280, 1280, 1280]),
+        (768, 2, [512, 256]),
+        (4096, 4, [1024] * 4),
+        (2880, 2, [1440] * 2),  # whose blocks are smaller
+        (512, 4, [128] * 4),  # too few blocks
+    ],
+)
+def test_blocks_of_columns_stay_whole(whole: int, size: int, expected: list[int]) -> None:
+    shares = [width_share(Absent(size, rank), whole, 256) for rank in range(size)]
+    assert sorted(share.size for share in shares) == sorted(expected)
+    assert [share.start for share in shares] == [sum(share.size for share in shares[:rank]) for rank in range(size)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "ranks"), [("glm4-moe", 2), ("glm4-moe", 3), ("nemotron-h-moe", 2)])
+@torch.inference_mode()
+def test_widths_of_k_quants_that_ranks_do_not_divide(tmp_path: Path, family: str, ranks: int) -> None:
+    """Blocks of 256 stay as they are stored; logits are those of one rank."""
+    if "Q4_K" not in make_ops(CPU).block_kinds:
+        pytest.skip("the gguf package writes no such blocks")
+    wide = 3 * 256 if ranks == 2 else 4 * 256
+    sizes = {"hidden_size": 256, "intermediate_size": wide, "moe_intermediate_size": wide}
+    _, path = written(tmp_path, family, "Q4_K", **sizes)
+    ops, ids = BlockTorchOps(CPU, BlockGemmOps.block_kinds | {"Q4_K"}), tokens(24)
+    form = BlockFormat("Q8_0", ops)
+    whole = load_model(path, torch.float32, CPU, weight_format=form)
+    whole.pack(ops)
+    found = on_ranks(path, ops, ids, size=ranks, weight_format=form)
+    torch.testing.assert_close(found, whole_logits(whole, ids), atol=2e-5, rtol=1e-5)
+
+
+def test_widths_that_are_quantised_to_k_quants(tmp_path: Path) -> None:
+    """No rank falls back to larger blocks of 32."""
+    ops = make_ops(CPU)
+    if "Q4_K" not in ops.block_kinds:
+        pytest.skip("no such blocks without the C extension")
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    folder, form = llama_target(1, intermediate_size=768, **sizes).write(tmp_path), BlockFormat("Q4_K", ops)
+    for rank in range(2):
+        layer = load_model(folder, torch.float32, CPU, weight_format=form, ranks=Absent(2, rank)).layers[0]
+        assert {*block_sizes(layer)} == {"Q4_K"} and layer.mlp.down.in_features == 512 - 256 * rank
 
 
 def sized(make: Any, heads: int, kv_heads: int, **more: Any) -> Checkpoint:

@@ -97,12 +97,12 @@ class ExpertConfig:
         """Returns those that this rank has something of."""
         return range(self.count) if self.own is None else self.own
 
-    def spread(self, ranks: Ranks) -> ExpertConfig:
-        """Returns what one rank has: some experts whole, or a share of each. Raises ConfigError for fewer experts than
-        ranks that are to have some."""
-        shared = width_share(ranks, self.shared).size
+    def spread(self, ranks: Ranks, block: int = 1) -> ExpertConfig:
+        """Returns what one rank has: some experts whole, or a share of each. block: as `LayerConfig` has it. Raises
+        ConfigError for fewer experts than ranks that are to have some."""
+        shared = width_share(ranks, self.shared, block).size
         if not ranks.expert_parallel:
-            return replace(self, ffn=width_share(ranks, self.ffn).size, shared=shared)
+            return replace(self, ffn=width_share(ranks, self.ffn, block).size, shared=shared)
         if self.count < ranks.size:
             raise ConfigError(
                 f"--enable-expert-parallel: expected a --tp-size of at most the model's {self.count} experts; found "
@@ -173,9 +173,10 @@ class LayerConfig:
     per_layer: size of an embedding of the token that this layer alone reads (`layers.embedding`), 0: there is
     none.  scaled: whether its output has a factor.  normed_residual: whether mixer and MLP add to what they read, not
     to the stream before its norm.  streams: in place of one residual stream (`layers.streams`).
-    ngram: what it adds to them first, beside a mixer that keeps its state by row.  weight_format: of its matrices, see
-    `ModelConfig.spread`.  inputs: of the matrices whose inputs are gathered, by their name in the layer, what each rank
-    has of these; none but where results have the bits of one rank.
+    ngram: what it adds to them first, beside a mixer that keeps its state by row.  block: columns between two matrices
+    of an MLP that one rank has together.  weight_format: of its matrices, see `ModelConfig.spread`.  inputs: of the
+    matrices whose inputs are gathered, by their name in the layer, what each rank has of these; none but where results
+    have the bits of one rank.
     """
 
     hidden: int
@@ -195,6 +196,7 @@ class LayerConfig:
     normed_residual: bool = False
     streams: StreamsConfig | None = None
     ngram: NgramConfig | None = None
+    block: int = 1
     weight_format: WeightFormat = DENSE
     ranks: Ranks = field(default=ALONE, compare=False)
     inputs: tuple[tuple[str, Columns], ...] = ()
@@ -268,15 +270,15 @@ class LayerConfig:
             kind, widths = f"experts' {kind}", [experts.shared, self.ffn * experts.beside]
             if not ranks.expert_parallel:
                 widths.append(experts.ffn)
-            experts = experts.spread(ranks)
+            experts = experts.spread(ranks, self.block)
         for width in widths:
-            last = width_share(Absent(size, size - 1), width)
+            last = width_share(Absent(size, size - 1), width, self.block)
             if last.start + last.size < width:
                 raise ConfigError(
                     f"--tp-size {size}: expected a number that divides the model's {kind} of {width}; found {size}"
                 )
         inputs = self._gathered(ranks) if ranks.invariant else ()
-        ffn = width_share(ranks, self.ffn).size
+        ffn = width_share(ranks, self.ffn, self.block).size
         return replace(self, mixer=mixer, ffn=ffn, experts=experts, ranks=ranks, inputs=inputs)
 
     def _gathered(self, ranks: Ranks) -> tuple[tuple[str, Columns], ...]:
@@ -291,8 +293,8 @@ class LayerConfig:
         found = [(name, Columns.of(runs[name], whole[name])) for name in runs]
         experts = self.experts
         widths = {"mlp": self.ffn} | ({} if experts is None else {"experts": experts.ffn, "shared": experts.shared})
-        shares = ((name, [width_share(each, width) for each in every]) for name, width in widths.items() if width)
-        return (*found, *((name, Columns.of_shares(of_ranks)) for name, of_ranks in shares))
+        shares = {name: [width_share(each, width, self.block) for each in every] for name, width in widths.items()}
+        return (*found, *((name, Columns.of_shares(shares[name])) for name in shares if widths[name]))
 
     def last_matrix(self, name: str, inputs: int, bias: bool, dtype: torch.dtype, device: torch.device) -> Linear:
         """Makes a matrix whose outputs are the layer's, and of whose inputs this rank has so many. name: as `inputs`

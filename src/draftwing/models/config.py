@@ -134,6 +134,13 @@ class ModelConfig:
         """Returns what one rank builds its layers from. Raises ConfigError for what cannot be spread over so many."""
         return tuple(replace(layer, weight_format=self.weight_format).spread(ranks) for layer in self.layers)
 
+    def in_blocks(self, block: int) -> ModelConfig:
+        """Returns the config of one whose ranks have whole blocks of so many columns, as `LayerConfig.block` has it."""
+        if block == 1:
+            return self
+        layers, ahead = (tuple(replace(one, block=block) for one in some) for some in (self.layers, self.ahead))
+        return replace(self, layers=layers, ahead=ahead)
+
     @property
     def layer_weights(self) -> int:
         """Returns values in the matrices of the layers."""

@@ -52,6 +52,11 @@ def own_layers(fields: Fields) -> int:
     return blocks - fields.whole("nextn_predict_layers", 0, blocks - 1, 0)
 
 
+def block_of(file: GGUFFile) -> int:
+    """Returns how many columns of the matrices that end MLPs are one block, at most."""
+    return max((block_values(file.kind(name)) for name in file.tensors if ".ffn_down" in name), default=1)
+
+
 def tensors(
     file: GGUFFile,
     config: ModelConfig,

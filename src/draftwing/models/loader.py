@@ -248,9 +248,11 @@ def open_checkpoint(
     if path.suffix == ".gguf":
         file = open_gguf(path)
         config = gguf_config.model_config(file)
+        if weight_format.takes_blocks:
+            config = config.in_blocks(gguf_tensors.block_of(file))
         held, cuts = own_experts(config, ranks), _cuts(config, ranks)
         return config, gguf_tensors.tensors(file, config, progress, weight_format.takes_blocks, False, held, cuts)
-    config = load_config(path)
+    config = load_config(path).in_blocks(weight_format.block)
     cuts, quantization, experts = _cuts(config, ranks), config.quantization, own_experts(config, ranks)
     parts, whole = _parts_of_files(cuts, quantization)
     stored = folder_tensors(path, progress, parts, lambda name: is_elsewhere(name, config, experts))

@@ -89,7 +89,7 @@ def layer_names(
     missing. index: of the layer in its model."""
     whole, hidden = config.layers[index], config.hidden_size
     layer = whole.spread(ranks)
-    inner, bias = width_share(ranks, whole.ffn), layer.mlp_bias
+    inner, bias = width_share(ranks, whole.ffn, whole.block), layer.mlp_bias
     parts = [part._replace(param=f"mixer.{part.param}") for part in whole.mixer.stored(hidden, ranks)]
     if layer.streams is not None:
         parts += stored_streams(layer.streams, hidden, "attn_hyper_connection", "before_mixer")
@@ -123,7 +123,7 @@ def layer_names(
     parts += (StoredVector(f"{name}.weight", f"{own}.weight", hidden, is_norm=True) for name, own in norms.items())
     if layer.norm.bias:
         parts += (StoredVector(f"{name}.bias", f"{own}.bias", hidden) for name, own in norms.items())
-    table = {} if whole.experts is None else _expert_names(config, whole.experts, checkpoint, model, ranks, layer.gated)
+    table = {} if whole.experts is None else _expert_names(config, whole, whole.experts, checkpoint, model, ranks)
     if layer.activation == "xielu":
         for i, (name, values) in enumerate(XIELU.items()):
             table[f"{checkpoint}.mlp.act_fn.{name}"] = ParamSlice(f"{model}.mlp.xielu", i, values)
@@ -196,12 +196,12 @@ def _ungated(inner: Share, hidden: int, bias: bool) -> list[StoredMatrix]:
 
 
 def _expert_names(
-    config: ModelConfig, whole: ExpertConfig, checkpoint: str, model: str, ranks: Ranks, gated: bool
+    config: ModelConfig, layer: LayerConfig, whole: ExpertConfig, checkpoint: str, model: str, ranks: Ranks
 ) -> dict[str, ParamSlice]:
-    """Returns the router and the experts of one layer. whole: of the model.  gated: whether they have gates."""
-    experts = whole.spread(ranks)
+    """Returns the router and the experts of one layer. whole: these, with the sizes of the model, as the layer's."""
+    experts, gated, block = whole.spread(ranks, layer.block), layer.gated, layer.block
     names, ffn, hidden = config.family.expert_names, experts.ffn, experts.latent or config.hidden_size
-    inner = Share(0, ffn, ffn) if experts.own is not None else width_share(ranks, whole.ffn)
+    inner = Share(0, ffn, ffn) if experts.own is not None else width_share(ranks, whole.ffn, block)
     joins = ranks.invariant and ranks.size > 1
     last = Cut(0, ranks.output_share(hidden)) if joins else Cut(1, inner)
     given = last.share.size if joins else hidden  # outputs
@@ -228,7 +228,7 @@ def _expert_names(
                 table[at] = ParamSlice(part.param, first + place * every, part.size, part.axis, part.cut)
     if experts.shared:
         wide = experts.shared
-        share, out = width_share(ranks, whole.shared), ranks.output_share(config.hidden_size)
+        share, out = width_share(ranks, whole.shared, block), ranks.output_share(config.hidden_size)
         down = Cut(0, out) if joins else Cut(1, share)
         ups = ((names.gate, "gate_up", 0), (names.up, "gate_up", wide)) if gated else ((names.up, "up", 0),)
         for stored, linear, first, rows, cut in (

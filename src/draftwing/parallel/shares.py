@@ -35,11 +35,13 @@ BLOCKS = 64, 32  # columns that kernels, or a format's blocks, want together
 MANY = 8  # blocks that a rank has at least, of which others may have one more or less
 
 
-def width_share(ranks: Ranks, whole: int) -> Share:
+def width_share(ranks: Ranks, whole: int, block: int = 1) -> Share:
     """Returns the share of so many columns between two matrices: the same on all ranks where that is whole blocks, else
     as many blocks as can be. Where there are few of these, the same, which may leave a rest: `LayerConfig.spread`
-    refuses that."""
+    refuses that. block: of so many columns each rank has whole ones, however few, if these are the columns of some."""
     size, rest = divmod(whole, ranks.size)
+    if size % block and not whole % block and whole >= block * ranks.size:
+        return ranks.even_share(whole, block)
     if rest or size % min(BLOCKS):
         for block in BLOCKS:
             if whole % block == 0 and whole // block >= MANY * ranks.size:

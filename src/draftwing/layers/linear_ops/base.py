@@ -234,6 +234,11 @@ class WeightFormat:
     takes_blocks: ClassVar[bool] = False  # whether operations keep `BlockRows`
 
     @property
+    def block(self) -> int:
+        """Returns of how many columns a matrix has a multiple, where it can, for the sake of its blocks."""
+        return 1
+
+    @property
     def reads_on(self) -> torch.device | None:
         """Returns where quantised matrices are put together from a checkpoint's tensors; None: where those come to, the
         CPU."""

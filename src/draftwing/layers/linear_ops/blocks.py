@@ -143,6 +143,10 @@ class BlockFormat(WeightFormat):
     kind: str = SAFE_KIND
     ops: LayerOps = field(default_factory=TorchOps, compare=False, repr=False)  # of the device that will multiply
 
+    @property
+    def block(self) -> int:
+        return LARGE_BLOCK if self.kind.endswith("_K") else 1
+
     def create(self, layer: LinearBase, dtype: torch.dtype, device: torch.device) -> LinearOp:
         if layer.in_features % SMALLEST:
             DenseFormat().create(layer, dtype, device)
@@ -154,7 +158,7 @@ class BlockFormat(WeightFormat):
 
     def kind_for(self, columns: int) -> str:
         """Returns the kind that a dense weight of so many columns is quantised to."""
-        return SAFE_KIND if self.kind.endswith("_K") and columns % LARGE_BLOCK else self.kind
+        return SAFE_KIND if columns % self.block else self.kind
 
     def has_kernel(self, kind: str) -> bool:
         """Returns whether blocks of this kind are multiplied as they are."""
