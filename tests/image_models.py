@@ -164,6 +164,18 @@ KINDS: dict[str, Kind] = {
         "SmolVLMImageProcessorPil",
         {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 32}},
     ),
+    "idefics3": Kind(
+        "Idefics3",
+        {
+            "text_config": {**QWEN3, **TEXT, "model_type": "llama", "num_hidden_layers": 3},
+            "vision_config": {**PLAIN_LAYERS, "image_size": 32},
+            "image_token_id": PAD,
+            "scale_factor": 2,
+            "pad_token_id": 257,
+        },
+        "Idefics3ImageProcessorPil",
+        {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 32}},
+    ),
     "lfm2-vl": Kind(
         "Lfm2Vl",
         {

@@ -83,9 +83,8 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text = inner.get("model_type") if inner is not fields else None  # None: it is the first of several
     for architecture, _, whole in found:
         if not whole.text or text in (None, whole.text):
-            own = {key: value for key, value in inner.items() if value is not None}
             outer = {key: config[key] for key in _OF_BOTH if config.get(key) is not None}
-            return {**whole.defaults, **own, **outer, "architectures": [architecture]}
+            return {**whole.defaults, **dict(inner.items()), **outer, "architectures": [architecture]}
     served = ", ".join(whole.text for _, _, whole in found)
     raise CheckpointError(f"{found[0][1]}: {key}.model_type: expected one of {served}; found {show(text)}")
 

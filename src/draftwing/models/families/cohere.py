@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from draftwing.models.family import Family, InGGUF
+from draftwing.models.family import Family, InGGUF, Whole
 from draftwing.models.fields import Fields
 
 _SCALE = "logit_scale"  # which others divide by
@@ -40,6 +40,10 @@ FAMILIES = {
         sliding_window=4096,
         window_pattern=4,
         nope=_nope,
+        wholes={
+            "AyaVisionForConditionalGeneration": Whole("aya_vision", {}),
+            "Cohere2VisionForConditionalGeneration": Whole("cohere2_vision", {}),
+        },
         gguf=InGGUF("cohere2", fields=_metadata),
     ),
 }

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from draftwing.models.families.deepseek import IN_GGUF, dense_layers, experts
-from draftwing.models.family import ExpertNames, Family, InGGUF
+from draftwing.models.family import ExpertNames, Family, InGGUF, Whole
 from draftwing.models.fields import Fields
 from draftwing.models.positions import FULL, SLIDING
 from draftwing.requests.refusals import show
@@ -111,6 +111,7 @@ FAMILIES = {
         in_norms=False,
         out_norms=True,
         keys=_keys,
+        wholes={"Exaone4_5_ForConditionalGeneration": Whole("exaone4_5", {})},
         gguf=InGGUF("exaone4", fields=_metadata),
     ),
 }

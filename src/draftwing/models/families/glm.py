@@ -75,7 +75,7 @@ FAMILIES = {
         neutral={"first_k_dense_replace": None},
         expert_names=NAMES,
         predicts="numbered",
-        wholes={"Glm4vMoeForConditionalGeneration": Whole("glm4v_moe", _OF_VISION)},
+        wholes={"Glm4vMoeForConditionalGeneration": Whole("glm4v_moe", {**_OF_VISION, "attention_bias": True})},
         gguf=InGGUF("glm4moe", names={"post_attention_norm": "post_attention_layernorm"}, experts=IN_GGUF),
     ),
     "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", eps=1e-5, **LATENT, predicts="numbered"),  # GGUF: as V3

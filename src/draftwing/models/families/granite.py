@@ -7,7 +7,7 @@ from typing import Any
 
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.families.granite_hybrid import NAMES, apart
-from draftwing.models.family import ExpertMetadata, Family, InGGUF, query_scalar, softmax_experts
+from draftwing.models.family import ExpertMetadata, Family, InGGUF, Whole, query_scalar, softmax_experts
 from draftwing.models.fields import WIDEST, Fields
 
 
@@ -37,11 +37,17 @@ def _shared_experts(fields: Fields, layers: int) -> ExpertConfig:
 _GRANITE: dict[str, Any] = {"attention_scalar": 1, "multipliers": True, "keys": _keys}
 _EXPERTS: dict[str, Any] = {**_GRANITE, "expert_names": NAMES, "apart": apart}
 FAMILIES = {
-    "GraniteForCausalLM": Family("granite", **_GRANITE, gguf=InGGUF("granite", permuted=True)),
+    "GraniteForCausalLM": Family(
+        "granite",
+        **_GRANITE,
+        wholes={"LlavaNextForConditionalGeneration": Whole("llava_next", {}, "granite")},
+        gguf=InGGUF("granite", permuted=True),
+    ),
     "HyperCLOVAXForCausalLM": Family(
         "hyperclovax",
         **{**_GRANITE, "keys": _peri_keys},
         out_norms=True,
+        wholes={"HyperCLOVAXVisionV2ForConditionalGeneration": Whole("hyperclovax_vision_v2", {})},
         layer_names={
             "post_attention_layernorm": "post_norm1",
             "pre_feedforward_layernorm": "post_attention_layernorm",

@@ -10,7 +10,7 @@ from typing import Any
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.short_conv import ShortConvConfig
-from draftwing.models.family import ATTENTION, MOST_TAPS, Family, layers_by_kind
+from draftwing.models.family import ATTENTION, MOST_TAPS, Family, Whole, layers_by_kind
 from draftwing.models.fields import Fields
 from draftwing.models.positions import SLIDING
 from draftwing.parallel.cut import Stored
@@ -60,6 +60,7 @@ FAMILIES = {
         layers=_layers,
         keys=_keys,
         apart=_named,
+        wholes={"Lfm3VlForConditionalGeneration": Whole("lfm3_vl", {})},
         layer_names={
             "input_layernorm": "operator_norm",
             "post_attention_layernorm": "post_operator_norm",

@@ -7,7 +7,7 @@ from typing import Any
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.families.tiles_images import split_tower
 from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, Whole, softmax_experts
-from draftwing.models.fields import MAX_LAYERS, Fields
+from draftwing.models.fields import MAX_LAYERS, Fields, Values
 from draftwing.models.positions import FULL, SLIDING
 
 
@@ -28,18 +28,28 @@ _CWM_ROPE = {
     "rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-_NEUTRAL = {"qkv_bias": (False,)}
+_NEUTRAL: dict[str, Values] = {"qkv_bias": (False,)}
+# What SmolVLM's files say of a connector that earlier models of their kind had.
+_OF_SMOLVLM: dict[str, Values] = {
+    "perceiver_config": None, "pixel_shuffle_factor": None, "qk_layer_norms": (False,), "use_resampler": (False,),
+}  # fmt: skip
 _LLAMA2 = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
 }  # fmt: skip
+_MISTRAL = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+}  # fmt: skip
 FAMILIES = {
     "LlamaForCausalLM": Family(
         "llama",
-        neutral=_NEUTRAL,
+        neutral=_NEUTRAL | _OF_SMOLVLM,
         wholes={
             "SmolVLMForConditionalGeneration": Whole("smolvlm", {"rms_norm_eps": 1e-5}, "llama", tower=split_tower),
+            "Idefics3ForConditionalGeneration": Whole("idefics3", {"rms_norm_eps": 1e-5}, "llama", tower=split_tower),
             "LlavaForConditionalGeneration": Whole("llava", _LLAMA2, "llama"),
+            "LlavaNextForConditionalGeneration": Whole("llava_next", _LLAMA2, "llama"),
             "VoxtralForConditionalGeneration": Whole("voxtral", {}, "llama"),
         },
         gguf=InGGUF("llama", permuted=True),
@@ -50,7 +60,11 @@ FAMILIES = {
         o_bias=False,
         sliding_window=4096,
         neutral=_NEUTRAL,
-        wholes={"Mistral3ForConditionalGeneration": Whole("mistral3", {"sliding_window": None}, "mistral")},
+        wholes={
+            "Mistral3ForConditionalGeneration": Whole("mistral3", {}, "mistral"),
+            "LlavaForConditionalGeneration": Whole("llava", _MISTRAL, "mistral"),
+            "LlavaNextForConditionalGeneration": Whole("llava_next", _MISTRAL, "mistral"),
+        },
     ),
     # As transformers saves the same, where layers may have windows by turns.
     "MinistralForCausalLM": Family("ministral", qkv_bias=False, o_bias=False, sliding_window=4096, neutral=_NEUTRAL),

@@ -67,6 +67,8 @@ FAMILIES = {
         wholes={
             "Qwen2VLForConditionalGeneration": Whole("qwen2_vl", _OF_QWEN2),
             "Qwen2_5_VLForConditionalGeneration": Whole("qwen2_5_vl", _OF_QWEN2),
+            "LlavaNextForConditionalGeneration": Whole("llava_next", {}, "qwen2"),
+            "LlavaOnevisionForConditionalGeneration": Whole("llava_onevision", {}),
             "InternVLForConditionalGeneration": Whole("internvl", {"tie_word_embeddings": True}, "qwen2"),
             "InternVLChatModel": Whole("internvl_chat", {}, "qwen2"),
         },

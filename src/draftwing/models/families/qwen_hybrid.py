@@ -128,7 +128,11 @@ FAMILIES = {
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text",
         **_COMMON,
-        wholes={"Qwen3_5ForConditionalGeneration": Whole("qwen3_5", _SIZES, **_SEES)},
+        wholes={
+            "Qwen3_5ForConditionalGeneration": Whole("qwen3_5", _SIZES, **_SEES),
+            "MiniCPMV4_6ForConditionalGeneration": Whole("minicpmv4_6", _SIZES),
+            "MiniCPMV4_7ForConditionalGeneration": Whole("minicpmv4_7", _SIZES),
+        },
         gguf=InGGUF("qwen35", names=NAMES_IN_GGUF, layers=nets_in_gguf),
     ),
     "Qwen3_5MoeForCausalLM": Family(

@@ -7,6 +7,7 @@ from typing import Any
 
 from draftwing.models.family import Family, InGGUF
 from draftwing.models.fields import Fields
+from draftwing.models.positions import SLIDING
 
 _INTERVAL = 4
 
@@ -21,9 +22,13 @@ def nope_layers(fields: Fields, windows: Sequence[int]) -> Collection[int]:
 
 
 def _keys(fields: Fields) -> dict[str, Any]:
-    """Without `layer_types` transformers has windows where nothing is turned; no published model has any."""
-    if not fields.texts("layer_types"):
+    """Without `layer_types` transformers has windows where nothing is turned, and with some it has these whatever
+    `use_sliding_window` says; no published model has any."""
+    kinds = fields.texts("layer_types")
+    if not kinds:
         fields.check("use_sliding_window", (False,))
+    elif SLIDING in kinds and not fields.flag("use_sliding_window"):
+        raise fields.unsupported("layer_types", SLIDING)
     return {}
 
 
