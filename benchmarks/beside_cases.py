@@ -184,10 +184,9 @@ class Case(NamedTuple):
 
     def common(self, ours: bool, folder: Path) -> Iterator[str]:
         """Yields the options that both engines have by the same name."""
-        files = random_models.MODELS[self.model].files
         yield from ("--model-path", str(folder / "target"), "--context-length", str(self.length))
         yield from ("--tp-size", str(self.cards))
-        if not (files == "both" or (files == "peer" and not ours)):
+        if not random_models.MODELS[self.model].files:
             yield from ("--load-format", "dummy")
         if not isinstance(self.load, Vectors):
             yield from ("--max-running-requests", str(self.rows))
@@ -215,9 +214,6 @@ class Case(NamedTuple):
             words += ["--cuda-graph-max-bs-decode", str(self.rows)]
         if self.adapters:
             words += ["--enable-lora"]
-        files = random_models.MODELS[self.model].files
-        if self.drafts is not None and self.drafts.head and files:
-            words += ["--speculative-draft-load-format", "dummy"]
         return [*words, *self.peer]
 
     def peer_environ(self) -> dict[str, str]:
@@ -244,8 +240,8 @@ CASES = [
     Case("8b-eagle3", "llama-8b", Waves(), EAGLE3, peer=FA3),
     Case("27b", "qwen3.5-27b-fp8", Waves(), alone=True, peer=FA3),
     Case("27b-nextn", "qwen3.5-27b-fp8", Waves(), NEXTN, alone=True, peer=FA3),
-    Case("adapters", "llama-8b-files", OF_ADAPTERS, adapters=32, peer=FA3),
-    Case("adapters-eagle3", "llama-8b-files", OF_ADAPTERS, EAGLE3, adapters=32, peer=FA3),
+    Case("adapters", "llama-8b", OF_ADAPTERS, adapters=32, peer=FA3),
+    Case("adapters-eagle3", "llama-8b", OF_ADAPTERS, EAGLE3, adapters=32, peer=FA3),
     Case("pictures-9b", "qwen3.5-9b-pictures", Pictures(), peer=FA3),
     Case("pictures-9b-nextn", "qwen3.5-9b-pictures", Pictures(), NEXTN, peer=FA3),
     Case("pictures-27b", "qwen3.5-27b-pictures", Pictures(), alone=True, peer=FA3),

@@ -2,20 +2,21 @@
 
     python benchmarks/random_models.py NAME FOLDER [--adapters 32]
 
-Writes FOLDER/target: config.json, a tokenizer with a token for each id, and what prepares pictures; FOLDER/draft, the
-config of a head, where there is one; FOLDER/a0, a1 and so on. Most have no weights: servers make them (`--load-format
-dummy`). Those that servers cannot make, MXFP4 and what adapters lie upon, are written, on the GPU where there is one.
+Writes FOLDER/target: config.json, a tokenizer with a token for each id, and what prepares pictures; FOLDER/draft, a
+head, where there is one; FOLDER/a0, a1 and so on. Weights are made on the GPU where there is one. Some models have
+none, as too large for a disk or stored in too special a way: servers make them (`--load-format dummy`). That is no way
+for fp8 and MXFP4, of which SGLang then has zeros and whatever was in memory; zeros take less power.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,13 +35,17 @@ from reference import hf_configs as real  # noqa: E402
 from step import LLAMA, TINY  # noqa: E402
 from tiny_adapters import ATTENTION, MLP, write_adapter  # noqa: E402
 
+from draftwing.layers.linear_ops.base import ParamSlice  # noqa: E402
 from draftwing.models.decoder import DecoderModel  # noqa: E402
-from draftwing.models.dummy import fill_random  # noqa: E402
-from draftwing.models.loader import load_config  # noqa: E402
-from draftwing.models.weight_map import checkpoint_names, stored_tensors  # noqa: E402
+from draftwing.models.dummy import HEAD_SCALE, random_values  # noqa: E402
+from draftwing.models.heads.loader import load_draft_head, load_mtp_head  # noqa: E402
+from draftwing.models.loader import load_config, load_model  # noqa: E402
+from draftwing.models.weight_map import checkpoint_names  # noqa: E402
 
 Config = dict[str, Any]
 MX_BLOCK = 32  # values of MXFP4 with one scale
+FP8_BLOCK = 128  # rows and columns of fp8 with one scale
+CODES = 64.0  # standard deviation of codes in fp8, which end at 448
 CODES_VARIANCE = 8.56  # of all 16 codes of MXFP4
 SHARD = 4 << 30  # bytes of a file
 RANK = 16  # of adapters
@@ -69,12 +74,12 @@ VIDEOS = PREPROCESSOR | {"video_processor_type": "Qwen3VLVideoProcessor"}
 
 
 class Model(NamedTuple):
-    """target, draft: keys of config.json.  files: whether weights are written, "": for nobody, "peer": for servers but
-    ours, which can make them below adapters, "both"."""
+    """target, draft: keys of config.json.  files: whether weights are written.  drafter: the algorithm of the head."""
 
     target: Config
     draft: Config | None = None
-    files: str = ""
+    files: bool = False
+    drafter: str = "EAGLE3"
 
 
 def with_pictures(tower: Config = VISION, **sizes: Any) -> Config:
@@ -121,23 +126,22 @@ LARGER = {
     "linear_num_value_heads": 48,
 }  # fmt: skip
 MODELS = {
-    "llama-8b": Model(LLAMA_8B, eagle3(LLAMA_8B)),
-    "llama-8b-files": Model(LLAMA_8B, eagle3(LLAMA_8B), "peer"),
+    "llama-8b": Model(LLAMA_8B, eagle3(LLAMA_8B), files=True),
     "llama-70b": Model(LLAMA_70B, eagle3(LLAMA_70B)),
-    "llama-70b-fp8": Model(LLAMA_70B | BLOCKS_OF_FP8, eagle3(LLAMA_70B)),
-    "qwen3.5-27b-fp8": Model(config_of("27B"), DFLASH2_27B),
-    "qwen3.5-122b-fp8": Model(config_of("122B-A10B")),
+    "llama-70b-fp8": Model(LLAMA_70B | BLOCKS_OF_FP8, eagle3(LLAMA_70B), files=True),
+    "qwen3.5-27b-fp8": Model(config_of("27B"), DFLASH2_27B, files=True, drafter="DFLASH2"),
+    "qwen3.5-122b-fp8": Model(config_of("122B-A10B"), files=True),
     "qwen3.5-9b-pictures": Model(with_pictures()),
     "qwen3.5-27b-pictures": Model(with_pictures(**LARGER)),
-    "gpt-oss-120b": Model(GPT_OSS_120B, files="both"),
+    "gpt-oss-120b": Model(GPT_OSS_120B, files=True),
     "nemotron-3-nano": Model(real.NEMOTRON3_NANO | {"torch_dtype": "bfloat16"}),
     "granite-4-tiny": Model(real.GRANITE4_TINY),
     "kimi-linear-48b": Model(real.KIMI_LINEAR_48B),
     "lfm2-8b": Model(real.LFM2_8B),
-    "qwen3-embedding": Model(embeddings.SHAPE, files="both"),
-    "tiny": Model(TINY_LLAMA, eagle3(TINY_LLAMA), "peer"),
+    "qwen3-embedding": Model(embeddings.SHAPE, files=True),
+    "tiny": Model(TINY_LLAMA, eagle3(TINY_LLAMA), files=True),
     "tiny-pictures": Model(with_pictures(TINY_TOWER, **TINY_HYBRID)),
-    "tiny-embedding": Model(embeddings.SHAPE | embeddings.TINY, files="both"),
+    "tiny-embedding": Model(embeddings.SHAPE | embeddings.TINY, files=True),
 }
 
 
@@ -153,10 +157,11 @@ def write(folder: Path, name: str, adapters: int = 0, device: str = "cpu") -> No
         embeddings.made(target, torch.bfloat16, tiny=name.startswith("tiny"))
     else:
         write_config(target, model.target)
-        write_weights(target, model.target, device) if model.files else None
+        write_weights(target, device) if model.files else None
     if model.draft is not None:
         (folder / "draft").mkdir()
         (folder / "draft" / "config.json").write_text(json.dumps(model.draft))
+        write_head(folder / "draft", target, model.drafter, device) if model.files else None
     for i in range(adapters):
         write_adapter(folder / f"a{i}", target, i, RANK, dtype=torch.bfloat16, shapes=matrices(model.target))
     done.touch()
@@ -189,22 +194,60 @@ def write_config(folder: Path, config: Config) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
-def write_weights(folder: Path, config: Config, device: str = "cpu", shard: int = SHARD) -> None:
-    """Writes the weights of a Llama in bfloat16, or of a gpt-oss with experts in MXFP4."""
-    whole = config
-    if "quantization_config" in whole:  # all but the experts is of a model with few of them
-        few = {"num_local_experts": whole["num_experts_per_tok"], "quantization_config": None}
-        config = whole | few
-    with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "config.json").write_text(json.dumps(config))
-        model = DecoderModel(load_config(Path(name)), torch.bfloat16, "meta")
-    fill_random(model, device)
-    others = stored_tensors(model, checkpoint_names(model.config))
-    if config is whole:
-        save_shards(folder, others, shard)
-        return
-    own = (pair for pair in others if not any(part in pair[0] for part in (".experts.", ".router.")))
-    save_shards(folder, (pair for some in (own, experts_in_mxfp4(whole, device)) for pair in some), shard)
+def write_weights(folder: Path, device: str = "cpu", shard: int = SHARD) -> None:
+    """Writes the weights of a config: of a Llama or the text model of a Qwen3.5, with its prediction layer, in bfloat16
+    or blocks of fp8, or of a gpt-oss with experts in MXFP4."""
+    raw, config = json.loads((folder / "config.json").read_text()), load_config(folder)
+    model = DecoderModel(config, torch.bfloat16, "meta")
+    tensors = [random_tensors(model, checkpoint_names(config), device)]
+    if config.quantization is not None and config.quantization.method == "mxfp4":
+        own = (".experts.", ".router.")
+        tensors = [((name, value) for name, value in tensors[0] if not any(part in name for part in own))]
+        tensors.append(experts_in_mxfp4(raw, device))
+    if raw.get("mtp_num_hidden_layers"):
+        head = load_mtp_head(folder, model, torch.bfloat16, "meta", dummy=True)
+        named = random_tensors(head, head.names(), device, config.quantization)
+        tensors.append((name.removeprefix("model."), value) for name, value in named)
+    save_shards(folder, itertools.chain(*tensors), shard)
+
+
+def random_tensors(
+    module: Any, table: Mapping[str, ParamSlice], device: str, quantization: Any = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields what a checkpoint has of a module on the meta device. quantization: as its config says, unless it says so
+    itself."""
+    generator, params = torch.Generator(device).manual_seed(0), dict(module.named_parameters(remove_duplicate=False))
+    quantization = quantization or module.config.quantization
+    in_fp8 = quantization is not None and quantization.method == "fp8"
+    for name, part in table.items():
+        owner, _, leaf = part.param.rpartition(".")
+        scale = HEAD_SCALE if owner == "lm_head" else 1.0
+        values = random_values(part.of(params[part.param]), leaf, scale, device, generator)
+        stored = part.stored(values)
+        stem = name.removesuffix(".weight")
+        if in_fp8 and stem != name and stored.dim() == 2 and quantization.scheme_of(stem) is not None:
+            rows, columns = stored.shape
+            yield name, stored.mul_(CODES * columns**0.5).to(torch.float8_e4m3fn)
+            blocks = math.ceil(rows / FP8_BLOCK), math.ceil(columns / FP8_BLOCK)
+            yield f"{stem}.weight_scale_inv", torch.full(blocks, columns**-0.5 / CODES)
+        else:
+            yield name, stored
+
+
+def write_head(folder: Path, target: Path, drafter: str, device: str) -> None:
+    """Writes the weights of a head for the model in `target`."""
+    model = load_model(target, torch.bfloat16, "meta", dummy=True)
+    head = load_draft_head(folder, model, drafter, torch.bfloat16, "meta", dummy=True)
+    generator = torch.Generator(device).manual_seed(1)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, like in head.stored_tensors():
+            if name == "d2t":  # drafted tokens lie evenly in the target's vocabulary
+                yield name, torch.arange(len(like)) * model.config.vocab_size // len(like) - torch.arange(len(like))
+            elif like.is_floating_point():
+                yield name, random_values(like, name.rpartition(".")[2], 1.0, device, generator)
+
+    save_shards(folder, tensors(), SHARD)
 
 
 def experts_in_mxfp4(config: Config, device: str) -> Iterator[tuple[str, Tensor]]:

@@ -55,15 +55,18 @@ def fill_random(
         elif is_weight and schemes and name in schemes and isinstance(layer.op, Groups):
             value = _quantised_rows(meta, schemes[name], scale, device, generator)
         else:
-            value = _values(meta, leaf, scale, device, generator)
+            value = random_values(meta, leaf, scale, device, generator)
         if isinstance(layer, Linear) and layer.op.keep(ParamSlice(name, 0, meta.shape[0]), value):
             continue
         values = value if isinstance(value, Tensor) else value.dense(meta.dtype)
         setattr(layer, leaf, nn.Parameter(values, values.is_floating_point()))
 
 
-def _values(like: Tensor, leaf: str, scale: float, device: torch.device | str, generator: torch.Generator) -> Tensor:
-    """Those of a parameter that is called `leaf`. scale: of a matrix, whose variance is its square over its columns."""
+def random_values(
+    like: Tensor, leaf: str, scale: float, device: torch.device | str, generator: torch.Generator
+) -> Tensor:
+    """Makes those of a parameter that is called `leaf`, of the shape and type of `like`. scale: of a matrix, whose
+    variance is its square over its columns."""
     values = torch.empty(like.shape, dtype=like.dtype, device=device)
     if leaf in ("bias", "conv_bias"):
         values.zero_()
@@ -93,7 +96,7 @@ def _mx_rows(like: Tensor, device: torch.device | str, generator: torch.Generato
 def _quantised_rows(
     like: Tensor, scheme: Scheme, scale: float, device: torch.device | str, generator: torch.Generator
 ) -> QuantizedRows:
-    """As large as `_values`, as a matrix of this scheme is stored but for the order of its columns."""
+    """As large as `random_values`, as a matrix of this scheme is stored but for the order of its columns."""
     (rows, columns), deviation = like.shape, _deviation(scheme)
     if scheme.real:
         codes = torch.empty(rows, columns, dtype=torch.bfloat16, device=device).normal_(generator=generator)
