@@ -427,7 +427,10 @@ def test_rope_scaling_that_is_added_beside_rope_parameters_is_not_passed_over(
         from_hf({**saved, "rope_scaling": expected})
     same = {"rope_theta": 1e6, **expected}
     if expected.get("type") != "dynamic" and config is not GEMMA3_1B:
-        assert from_hf({**saved, "rope_parameters": same, "rope_scaling": expected}).ropes[0].kind == "yarn"
+        for more in ({"rope_scaling": same}, {"rope_scaling": expected, "rope_theta": 1e6}):
+            assert from_hf({**saved, "rope_parameters": same, **more}).ropes[0].kind == "yarn"
+        with pytest.raises(CheckpointError, match="rope_scaling: expected none"):  # others have another base then
+            from_hf({**saved, "rope_parameters": same, "rope_scaling": expected})
 
 
 def test_chunks_in_which_texts_are_whole_are_left_out() -> None:

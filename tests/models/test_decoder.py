@@ -295,6 +295,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ernie4.5-moe-defaults": ("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_intermediate_size": 32}),
+    "helium": ("Helium", {"head_dim": 16, "rms_norm_eps": 1e-3, "rope_parameters": PLAIN}),
+    "vaultgemma": (
+        "VaultGemma",
+        {"head_dim": 32, "sliding_window": 20, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 2.0},
+    ),
     "seed-oss": ("SeedOss", {"head_dim": 32, "attention_out_bias": True, "rope_parameters": PLAIN}),
     "stablelm": (
         "StableLm",

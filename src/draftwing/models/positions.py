@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from draftwing.layers.rope import MAX_POSITIONS, RopeConfig, longrope_attention_factor, yarn_attention_factor
 from draftwing.models.fields import LARGEST, Fields
@@ -137,18 +137,22 @@ def sections_of(fields: Fields, usual: tuple[int, ...]) -> tuple[int, ...]:
 def _check_beside(fields: Fields, given: Fields) -> None:
     """Refuses keys beside `given` that say something else: who adds `rope_scaling` to a file with `rope_parameters`
     wants it read."""
-    full = given.inner(FULL) if isinstance(given.get(FULL), Mapping) else given
-    kinds = {"type": "rope_type", "rope_type": "rope_type"}
-    said = {kinds.get(key, key): value for key, value in full.items()}
-    beside = fields.inner("rope_scaling")
-    for key, _ in beside.items() if beside.inside != given.inside else ():
-        if beside.get(key) != said.get(kinds.get(key, key)):
-            raise fields.unlike("rope_scaling", "none beside rope_parameters, or the same")
-        if fields.get("rope_theta") not in (None, said.get("rope_theta")):  # which others read with it
+    said = _said(given.inner(FULL) if isinstance(given.get(FULL), Mapping) else given)
+    beside, theta = fields.inner("rope_scaling"), fields.get("rope_theta")
+    if beside.inside != given.inside and [*beside.items()]:  # which others then read alone, but for the base
+        if theta not in (None, said.get("rope_theta")):
             raise fields.unlike("rope_theta", "none beside both, or that of rope_parameters")
+        if said != ({} if theta is None else {"rope_theta": theta}) | _said(beside):
+            raise fields.unlike("rope_scaling", "none beside rope_parameters, or the same")
     trained, key = said.get("original_max_position_embeddings"), "original_max_position_embeddings"
     if said.get("rope_type") in ("llama3", "yarn") and fields.get(key) not in (None, trained):
         raise fields.unlike(key, f"{show(trained)}, as beside the rope_type")
+
+
+def _said(given: Fields) -> dict[str, Any]:
+    """Returns what an object says, its kind under one name."""
+    found = {key: given.get(key) for key, _ in given.items() if key != "type"}
+    return {key: value for key, value in found.items() if value is not None} | {"rope_type": _kind(given)}
 
 
 def _kind(scaling: Fields) -> str:

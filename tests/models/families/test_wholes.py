@@ -105,11 +105,26 @@ def test_text_alone_equals_transformers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(whole_logits(model, ids), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
+LATENT = {
+    **SIGMOIDS, "kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4, "head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "more"),
+    [
+        ("InternVLChatModel", "Qwen2", {}),
+        ("InternVLChatModel", "Qwen3", {}),
+        ("KimiVLForConditionalGeneration", "DeepseekV3", LATENT),
+    ],
+)
 @torch.inference_mode()
-def test_text_of_internvl_as_its_authors_publish_it(kind: str, tmp_path: Path) -> None:
-    """Its language model is `llm_config`, and its tensors lie behind those of the tower."""
-    text = getattr(transformers, f"{kind}Config")(**TEXT | {"tie_word_embeddings": False})
+def test_text_of_models_as_their_authors_publish_them(
+    name: str, kind: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its language model may be `llm_config`, and its tensors lie behind those of the tower."""
+    text = getattr(transformers, f"{kind}Config")(**TEXT | {"tie_word_embeddings": False} | more)
     torch.manual_seed(0)
     reference = getattr(transformers, f"{kind}ForCausalLM")(text).float().eval()
     for key, param in reference.named_parameters():
@@ -118,7 +133,8 @@ def test_text_of_internvl_as_its_authors_publish_it(kind: str, tmp_path: Path) -
     own = {f"language_model.{name}": value for name, value in reference.state_dict().items()}
     save_file({**sight, **own}, tmp_path / "model.safetensors")
     inner = {key: value for key, value in text.to_dict().items() if key != "architectures"}
-    config = {"architectures": ["InternVLChatModel"], "llm_config": inner, "vision_config": INTERN, "hidden_size": 64}
+    key = "llm_config" if name == "InternVLChatModel" else "text_config"
+    config = {"architectures": [name], key: inner, "vision_config": INTERN, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = load_model(tmp_path, torch.float32, "cpu")
     ids = torch.randint(1, 101, (100,))

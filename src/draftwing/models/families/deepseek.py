@@ -280,7 +280,10 @@ FAMILIES = {
         "deepseek_v3",
         **LATENT,
         predicts="numbered",
-        wholes={f"{name}ForConditionalGeneration": Whole("kimi_k25", {}) for name in ("KimiK25", "Kimi_K25")},
+        wholes={
+            f"{name}ForConditionalGeneration": Whole(kind, {})
+            for name, kind in (("KimiK25", "kimi_k25"), ("Kimi_K25", "kimi_k25"), ("KimiVL", "kimi_vl"))
+        },
         gguf=InGGUF("deepseek2", **_STORED, experts=IN_GGUF._replace(renormalised=False)),
     ),
     "DeepseekV32ForCausalLM": Family(

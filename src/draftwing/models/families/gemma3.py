@@ -1,5 +1,6 @@
 """Gemma 1; Gemma 2, with capped scores and logits, windows in every other layer, and norms before and after each part;
-and Gemma 3, with these norms and five layers with a window for each without one."""
+VaultGemma, the same with norms before alone; and Gemma 3, with norms before and after and five layers with a window for
+each without one."""
 
 from __future__ import annotations
 
@@ -44,21 +45,21 @@ _GEMMA: dict[str, Any] = {
     "head_dim": 256, "wide_norms": True, "norm_offset": 1.0, "activation": "gelu", "scaled_embeddings": True,
     "tied": True,
 }  # fmt: skip
+_GEMMA2: dict[str, Any] = _GEMMA | {
+    "sliding_window": 4096, "window_pattern": 2, "pattern_key": False, "attention_scalar": 256, "score_cap": True,
+    "soft_cap": True, "keys": _capped,
+    "neutral": {"hidden_act": None, "sliding_window_size": None},  # beside keys that are read
+}  # fmt: skip
 FAMILIES = {
     "GemmaForCausalLM": Family("gemma", **_GEMMA, keys=_keys, neutral={"hidden_act": None}, gguf=InGGUF("gemma")),
     "Gemma2ForCausalLM": Family(
         "gemma2",
-        **_GEMMA,
-        sliding_window=4096,
-        window_pattern=2,
-        pattern_key=False,
+        **_GEMMA2,
         out_norms=True,
-        attention_scalar=256,
-        score_cap=True,
-        soft_cap=True,
-        keys=_capped,
-        neutral={"hidden_act": None, "sliding_window_size": None},  # beside keys that are read
         gguf=InGGUF("gemma2", scalar=_scalar, fields=_metadata),
+    ),
+    "VaultGemmaForCausalLM": Family(
+        "vaultgemma", **_GEMMA2, layer_names={"post_attention_layernorm": "pre_feedforward_layernorm"}
     ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text",

@@ -1,4 +1,4 @@
-"""Llama, and what is like it: Mistral, Ministral 3, Mixtral with its experts, and CWM with windows."""
+"""Llama, and what is like it: Mistral, Ministral 3, Mixtral with its experts, CWM with windows, and Helium."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ FAMILIES = {
     "CwmForCausalLM": Family(
         "cwm", qkv_bias=False, o_bias=False, head_dim=128, theta=1e6, sliding_window=8192, keys=_cwm_keys
     ),
+    "HeliumForCausalLM": Family("helium", o_bias=False, head_dim=128, eps=1e-8, wide_norms=True, rope_interleaved=True),
     "Ministral3ForCausalLM": Family(
         "ministral3",
         qkv_bias=False,
