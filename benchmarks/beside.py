@@ -215,6 +215,11 @@ def measure(run: Run, case: Case, servers: dict[str, Server]) -> None:
                     refused.add((name, work.label))
 
 
+def folder_of(run: Run, case: Case) -> Path:
+    """Returns where the model of a case is."""
+    return Path(run.args.out / "models" / f"{case.model}{f'-{case.adapters}' * bool(case.adapters)}")
+
+
 def made(run: Run, case: Case, folder: Path) -> bool:
     """Makes a model, in a process of its own, which leaves the cards; returns whether it is there."""
     if (folder / random_models.DONE).exists():
@@ -234,7 +239,7 @@ def made(run: Run, case: Case, folder: Path) -> bool:
 
 def one_case(run: Run, case: Case) -> None:
     """Makes the model where it is not there yet, and measures. Raises TimeUp when the time of the run is over."""
-    folder = run.args.out / "models" / f"{case.model}{f'-{case.adapters}' * bool(case.adapters)}"
+    folder = folder_of(run, case)
     if not made(run, case, folder):
         return
     every = contenders(case, folder, run.args)
@@ -243,8 +248,6 @@ def one_case(run: Run, case: Case) -> None:
             stack.callback(run.servers.clear)
             if servers := started(run, case, some, stack):
                 measure(run, case, servers)
-    if run.args.drop_models:
-        shutil.rmtree(folder)
 
 
 def cases(run: Run, wanted: Sequence[Case]) -> None:
@@ -257,6 +260,10 @@ def cases(run: Run, wanted: Sequence[Case]) -> None:
             if run.left() <= 0:
                 raise TimeUp
             one_case(run, case)
+            if run.args.drop_models and folder_of(run, case) not in [
+                folder_of(run, late) for late in wanted[place + 1 :]
+            ]:
+                shutil.rmtree(folder_of(run, case), ignore_errors=True)
         except TimeUp:
             run.kill()
             for late in wanted[place:]:
@@ -324,7 +331,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wave", type=float, default=240.0, help="seconds of one wave at most")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--apart", action="store_true", help="never two servers on the same cards: these are small")
-    parser.add_argument("--drop-models", action="store_true", help="remove each model after its case")
+    parser.add_argument("--drop-models", action="store_true", help="remove each model after its last case")
     parser.add_argument("--list", action="store_true")
     return parser.parse_args(words)
 

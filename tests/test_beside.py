@@ -279,6 +279,27 @@ def test_heads_have_weights(tiny: Path, tmp_path: Path) -> None:
     load_draft_head(tmp_path, target, "DFLASH2", torch.float32, "cpu")
 
 
+def test_the_table_has_medians_and_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all rounds and calls, but for a line whose writing was broken off."""
+    rates = {"draftwing": (300.0, 100.0, 150.0), "SGLang": (50.0, 150.0)}
+    lines = [
+        {"case": "8b", "wave": "1 x 300, new", "engine": name, "rate": rate, "first_ms": 10 * rate}
+        for name, some in rates.items()
+        for rate in some
+    ]
+    lines += [
+        {"case": "8b", "wave": "start", "engine": "SGLang", "seconds": 100.0},
+        {"case": "27b", "wave": "2", "engine": "draftwing", "rate": 7.0, "accept_length": 2.5},
+        {"case": "27b", "wave": "2", "engine": "SGLang", "failed": "RuntimeError"},
+    ]
+    (tmp_path / "figures.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"case": "8b", "wa')
+    beside.main(["--out", str(tmp_path), "--seconds", "0"])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["case", "wave", "draftwing", "SGLang", "ratio"]
+    assert rows[2] == ["8b", "1 x 300, new", "150, 1500 ms", "100, 1000 ms", "1.50"]
+    assert rows[3] == ["27b", "2", "7, 2.5 a step", "", ""] and len(rows) == 4
+
+
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -339,6 +360,17 @@ def test_a_refused_wave_is_left_out_and_others_count(words: Any, tmp_path: Path)
     assert [line["wave"] for line in peer if "rate" in line] == ["2 x 20, new"] * 2
     (failed,) = (line for line in peer if "failed" in line)
     assert failed["wave"] == "2 x 40, new" and "too long for me" in failed["failed"]
+
+
+def test_models_are_dropped_after_their_last_case(words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there: list[bool] = []
+    folder = tmp_path / "out" / "models" / "plain"
+    monkeypatch.setitem(models.MODELS, "plain", models.Model(models.TINY_LLAMA))
+    monkeypatch.setattr(beside, "made", lambda run, case, folder: folder.mkdir(exist_ok=True) or True)
+    monkeypatch.setattr(beside, "measure", lambda *_: there.append(folder.exists()))
+    some = [PLAIN._replace(name=name, model="plain") for name in "abc"]
+    beside.main(words("refuses", "--drop-models", "--only", "a,b"), some)
+    assert there == [True, True] and not folder.exists()
 
 
 def test_time_that_is_up(words: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
