@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from numbers import Integral
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from pydantic import TypeAdapter, ValidationError
 
 from draftwing.errors import RequestError
 from draftwing.images.fetch import Fetcher
+from draftwing.images.given import picture_of
 from draftwing.images.parts import content_of, pictures_of, shown
 from draftwing.images.reader import Picture, Prompt, filled, placed
 from draftwing.requests.images import RequestImage
@@ -373,23 +372,10 @@ def _said(parts: list[Any], where: str) -> list[str | Picture]:
 
 
 def _picture(part: Mapping[str, Any], where: str) -> Picture:
-    """Returns a picture: of an `image_url` as over HTTP, or an `image`: the path of a file, its bytes, or a picture of
-    Pillow's."""
+    """Returns a picture: of an `image_url` as over HTTP, or an `image` in one of the forms that Python has."""
     given = part.get("image_url", part.get("image"))
     given = given.get("url") if isinstance(given, Mapping) else given
-    if given is not None and hasattr(given, "save"):
-        out = io.BytesIO()
-        given.save(out, "PNG")
-        given = out.getvalue()
-    if isinstance(given, Path) or (part["type"] == "image" and isinstance(given, str)):
-        try:
-            given = Path(given).read_bytes()
-        except OSError as error:
-            raise RequestError(f"{where}: {given} cannot be read: {error.strerror}", "messages") from None
-    if not isinstance(given, str | bytes):
-        form = "{'type': 'image_url', 'image_url': {'url': 'data:...'}} or {'type': 'image', 'image': a path or bytes}"
-        raise RequestError(f"{where} must be {form}; found {show(part)}", "messages")
-    return Picture(given, where)
+    return Picture(given, where) if "image_url" in part and isinstance(given, str) else picture_of(given, where)
 
 
 def _request_of(tokenizer: Tokenizer, asked: RequestOptions, hidden_size: int) -> GenerationRequest:

@@ -25,11 +25,14 @@ def test_pieces_are_the_whole() -> None:
         assert of_base64(text, "here") == data
         spaced = "".join(char + draw.choice(("", "", " ", "\n", "\t\r\n")) for char in text)
         assert of_base64(spaced, "here") == data
+        for_addresses = base64.urlsafe_b64encode(data).decode()
+        assert of_base64(for_addresses, "here") == of_base64(text.rstrip("="), "here") == data
+        assert of_base64(spaced.translate(str.maketrans("+/", "-_", "=")), "here") == data
 
 
 @pytest.mark.parametrize(
     "text",
-    ["QQ", "QQ=", "QUI", "QUJD" * 4 + "Q", "QQ==QUJD", "QUJDQQ==QUJD", "QU?D", "QUJDé", "===="],
+    ["Q", "QQ=", "QUJD" * 4 + "Q", "QQ==QUJD", "QUJDQQ==QUJD", "QQ==Q", "QQ==QQ", "QU?D", "QUJDé", "====", "="],
 )
 def test_what_is_none_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="here: expected base64"):

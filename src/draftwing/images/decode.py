@@ -22,12 +22,11 @@ def decoded(data: bytes) -> Image.Image:
             width, height = picture.size
             if width * height > MAX_PIXELS:
                 raise RequestError(f"it has {width} x {height} pixels, expected at most {MAX_PIXELS}")
-            ImageOps.exif_transpose(picture, in_place=True)
+            turn(picture)
             if "A" in picture.getbands() or picture.info.get("transparency") is not None:
                 picture = Image.alpha_composite(
                     Image.new("RGBA", picture.size, (255, 255, 255, 255)), picture.convert("RGBA")
                 )
-            picture.load()
             return picture if picture.mode == "RGB" else picture.convert("RGB")
     except Image.UnidentifiedImageError:
         raise RequestError("expected a PNG, JPEG, WebP or GIF picture") from None
@@ -35,6 +34,17 @@ def decoded(data: bytes) -> Image.Image:
         raise
     except Exception as error:  # what decoders raise of a file that is none
         raise RequestError(f"it cannot be decoded: {error or type(error).__name__}") from None
+
+
+def turn(picture: Image.Image) -> None:
+    """Turns a picture as its EXIF says, and one that has none, or what cannot be read as such, not at all."""
+    picture.load()
+    try:
+        ImageOps.exif_transpose(picture, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # of whatever stands in its place; the pixels are there
+        pass
 
 
 def pieces_of(data: bytes, processor: ImageProcessor) -> list[Piece]:

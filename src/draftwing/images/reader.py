@@ -75,10 +75,11 @@ def of_base64(text: str, where: str) -> bytes:
 
 
 def _pieces_of_base64(text: str) -> Iterator[bytes]:
-    """Decodes in pieces, between which other threads run. Raises ValueError."""
+    """Decodes in pieces, between which other threads run: also what is written for addresses, or without `=` at its
+    end. Raises ValueError."""
     left, ended = "", False
     for at in range(0, len(text), _PIECE):
-        piece = left + "".join(text[at : at + _PIECE].split())
+        piece = left + "".join(text[at : at + _PIECE].split()).replace("-", "+").replace("_", "/")
         whole = len(piece) - len(piece) % 4
         piece, left = piece[:whole], piece[whole:]
         if ended and piece:
@@ -86,7 +87,9 @@ def _pieces_of_base64(text: str) -> Iterator[bytes]:
         yield base64.b64decode(piece, validate=True)
         ended = ended or piece.endswith("=")
     if left:
-        raise ValueError("a character without others")
+        if ended or "=" in left:
+            raise ValueError("an end that is none")
+        yield base64.b64decode(left.ljust(4, "="), validate=True)
 
 
 def check_pictures(pictures: Sequence[Picture], processor: ImageProcessor | None) -> ImageProcessor:

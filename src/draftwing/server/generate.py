@@ -67,8 +67,8 @@ class GenerateRequest(
     custom_logit_processor: str | list[str | None] | None = None
     receipt: bool | None = None
     lora_path: AdapterName | list[AdapterName | None] | None = None
-    # Pictures of a prompt in base64 or as data:, for each place in it; of a batch a list of lists.
-    image_data: str | list[str] | list[list[str] | None] | None = None
+    # Pictures of a prompt in base64 or as data:, for each place in it; of a batch those of each prompt.
+    image_data: str | list[str | list[str] | None] | None = None
     max_thinking_tokens: Budget | None = None  # another name of `thinking_budget`, of all prompts
 
     def each_sampling(self, prompts: int, defaults: Mapping[str, Any]) -> list[tuple[SamplingParams, bool]]:
@@ -151,12 +151,15 @@ class GenerateRequest(
         given: Any = self.image_data
         if self.text is None:
             raise RequestError("image_data needs text, with a place for each picture", "image_data")
-        given = [given] if isinstance(given, str) else given
-        if not batched and all(isinstance(one, str) for one in given):
+        if isinstance(given, str):  # as SGLang reads it: one for each prompt
+            given = [[given]] * prompts
+        elif not batched and all(isinstance(one, str) for one in given):
             given = [given]
-        if len(given) != prompts or not all(one is None or isinstance(one, list) for one in given):
-            raise RequestError("image_data must hold a list of pictures for each prompt", "image_data")
-        every = [enumerate(one or []) for one in given]
+        if len(given) != prompts:
+            raise RequestError(
+                f"image_data must hold pictures for each prompt; found {len(given)} for {prompts}", "image_data"
+            )
+        every = [enumerate([one] if isinstance(one, str) else one or []) for one in given]
         return [[pasted(one, f"image_data.{i}.{j}") for j, one in some] for i, some in enumerate(every)]
 
     def renamed(self, error: RequestError) -> RequestError:
