@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,68 @@ def test_scales_as_llama_cpp_has_them(url: str, texts: dict[str, str], folder: P
         assert completed(url, "base", lora=wrong).status_code == 400
     assert completed(url, "first", lora=[{"id": 1, "scale": 1}]).status_code == 400
     assert post(url, UNLOAD, lora_name="second").status_code == 200
+
+
+def test_a_new_engine_serves_what_the_one_before_did(folder: Path, texts: dict[str, str], tmp_path: Path) -> None:
+    """Not what it began with: adapters of the command line that were unloaded or replaced, and those that came later;
+    and numbers of llama.cpp's are still those of the same adapters."""
+    write_adapter(tmp_path / "gone", folder / "tiny", 3, strength=3.0)
+    command = (
+        f"--model {folder / 'tiny'} --served-model-name base:1b --lora-modules first={folder / 'first'} "
+        f"old={folder / 'first'} --lora-dir {folder / 'below'} --speculative-algorithm NGRAM --dtype float32 "
+        f"--max-total-tokens 8192"
+    )
+
+    def numbers() -> dict[str, int]:
+        return {one["name"]: one["id"] for one in httpx.get(f"{url}/lora-adapters").json()}
+
+    def check() -> None:
+        for name, found in (("first", "second"), ("later", "third"), ("base:1b:later", "third"), ("base:1b", "")):
+            assert completed(url, name).json()["choices"][0]["text"] == texts[found], name
+        assert completed(url, "old").status_code == 404
+        assert numbers() == {"first": 0, "later": 2}
+        assert completed(url, "base:1b", lora=[{"id": 1, "scale": 1}]).status_code == 400
+        later = completed(url, "base:1b", lora=[{"id": 2, "scale": 1}])
+        assert later.json()["choices"][0]["text"] == texts["third"]
+
+    with launched(command) as (process, url):
+        assert numbers() == {"first": 0, "old": 1}
+        assert post(url, LOAD, lora_name="first", lora_path="second", load_inplace=True).status_code == 200
+        assert post(url, LOAD, lora_name="later", lora_path="third").status_code == 200
+        assert post(url, UNLOAD, lora_name="old").status_code == 200
+        check()
+        (engine,) = [
+            int(child)
+            for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            if b"worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+        os.kill(engine, signal.SIGKILL)
+        until = time.monotonic() + 60
+        while httpx.get(f"{url}/health").status_code == 200 and time.monotonic() < until:
+            time.sleep(0.01)
+        while len(numbers()) < 2 or completed(url, "later").status_code != 200:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        check()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"model": "first", "lora_path": "second"}, "exclude each other"),
+        ({"lora": [{"id": 0, "scale": 1}], "lora_path": "first"}, "exclude each other"),
+        ({"lora": [], "lora_path": "first"}, "exclude each other"),
+        ({"model": "first", "lora": [{"id": 0, "scale": 1}]}, "exclude each other"),
+    ],
+)
+def test_two_adapters_by_two_fields_are_refused(url: str, body: dict[str, Any], words: str) -> None:
+    assert post(url, LOAD, lora_name="second", lora_path="second").status_code == 200
+    try:
+        response = completed(url, **{"model": "base"} | body)
+        assert response.status_code == 400 and words in response.text
+        assert completed(url, "first", lora_path="first").status_code == 200
+    finally:
+        assert post(url, UNLOAD, lora_name="second").status_code == 200
 
 
 def test_every_dialect_has_it(url: str) -> None:

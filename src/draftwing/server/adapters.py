@@ -78,10 +78,10 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
         return {"success": True, "error_message": "", "loaded_adapters": paths}
 
     def listed() -> list[dict[str, Any]]:
-        scales = service.lora_scales
+        scales, cards = service.lora_scales, engine.adapters
         return [
-            {"id": i, "name": name, "path": card.path, "scale": scales.get(name, 0.0)}
-            for i, (name, card) in enumerate(engine.adapters.items())
+            {"id": id, "name": name, "path": cards[name].path, "scale": scales.get(name, 0.0)}
+            for id, name in service.adapter_numbers.items()
         ]
 
     @app.get("/lora-adapters")

@@ -249,18 +249,29 @@ class AsyncEngine:
         except NotFound as error:
             raise NotFound(str(error), "lora_name") from None
 
-    async def _load_adapters_again(self, before: Iterable[AdapterCard]) -> None:
-        """Loads those that a new engine lacks; one whose files are gone or others is left out."""
-        for card in before:
-            if card.name in self.adapters:
-                continue
-            try:
-                found = await self.load_adapter(card.name, Path(card.path), False)
-            except (RequestError, EngineDead) as error:
-                logger.error("the adapter %r is not loaded again: %s", card.name, error)
-                continue
-            if found.digest != card.digest:
-                logger.warning("the adapter %r is another one now: its files have changed", card.name)
+    async def _load_adapters_again(self) -> None:
+        """Has a new engine, which began with those of the command line, serve what the one before did. One whose files
+        are gone is left out."""
+        theirs = {card.name: card.digest for card in self.info.adapters}
+        there = {card.name for card in self.adapters.values() if theirs.get(card.name) == card.digest}
+        try:
+            for name in theirs.keys() - there:  # at first: they would answer in place of others
+                with contextlib.suppress(NotFound):
+                    await self._ask("unload_adapter", name)
+            for card in [card for name, card in self.adapters.items() if name not in there]:
+                await self._load_again(card)
+        except EngineDead:
+            return  # the next engine is asked for all of them
+
+    async def _load_again(self, card: AdapterCard) -> None:
+        try:
+            found = await self.load_adapter(card.name, Path(card.path), True)
+        except RequestError as error:
+            self.adapters.pop(card.name, None)
+            logger.error("the adapter %r is not loaded again: %s", card.name, error)
+            return
+        if found.digest != card.digest:
+            logger.warning("the adapter %r is another one now: its files have changed", card.name)
 
     async def forget_client(self, client: str) -> int:
         """Forgets what drafts for a client are looked up in, and what of it is on the disk. Returns how many answers
@@ -445,11 +456,10 @@ class AsyncEngine:
         if delay is None:
             self._give_up(cause)
         elif not self._stopping.is_set():
-            before, self.adapters = self.adapters, {card.name: card for card in self.info.adapters}
             self.error = None
             self._listen(self.link)
             logger.info("the engine is ready again")
-            await self._load_adapters_again(before.values())
+            await self._load_adapters_again()
 
     def _fail(self, error: EngineDead) -> None:
         self.error = error

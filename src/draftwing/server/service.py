@@ -144,6 +144,7 @@ class Service:
         self._compiled: OrderedDict[Grammar, None] = OrderedDict()  # by the engine, or one before it; newest last
         self._draw = random.Random(self.options.random_seed)
         self._strangers: set[str] = set()
+        self._numbers: dict[str, int] = {}  # of adapters by name, also of those that were unloaded
         self.lora_scales: dict[str, float] = {}  # of adapters by name, for requests that ask for none themselves
 
     async def encode(
@@ -342,6 +343,9 @@ class Service:
         for name in asked:
             if name and name not in self.engine.adapters:
                 raise self.no_model(name, "lora_path")
+            if name and (body.lora is not None or name != (model or name)):
+                other = "lora" if body.lora is not None else f"the model {model!r:.200}, an adapter,"
+                raise RequestError(f"lora_path and {other} exclude each other: give one", "lora_path")
         return [
             request._replace(adapters=((name, 1.0),) if name else default)
             for request, name in zip(requests, asked, strict=True)
@@ -352,11 +356,11 @@ class Service:
         nothing is asked for. Raises RequestError. field: that it came in."""
         if asked is None:
             return None
-        names, found = [*self.engine.adapters], dict[str, float]()
+        names, found = self.adapter_numbers, dict[str, float]()
         for one in asked:
-            if not 0 <= one.id < len(names):
+            if one.id not in names:
                 ids = (
-                    f"from 0 to {len(names) - 1}, which /lora-adapters lists"
+                    f"that /lora-adapters lists, {listed([*map(str, names)])}"
                     if names
                     else "of an adapter; there are none"
                 )
@@ -364,14 +368,20 @@ class Service:
             found[names[one.id]] = one.scale
         return {name: scale for name, scale in found.items() if scale}
 
+    @property
+    def adapter_numbers(self) -> dict[int, str]:
+        """Returns the names of adapters by llama.cpp's numbers: who has read one never gets another adapter by it."""
+        for name in self.engine.adapters:
+            self._numbers.setdefault(name, len(self._numbers))
+        return {number: name for name, number in self._numbers.items() if name in self.engine.adapters}
+
     def adapter_of(self, asked: str | None) -> str | None:
         """Returns the adapter that a model's name stands for: its own name, or that behind the model's and a colon."""
         if asked is None or not self.engine.adapters:
             return None
         for name in (asked, asked.removesuffix(":latest")):
-            model, _, adapter = name.partition(":")
-            found = name if name in self.engine.adapters else adapter
-            if found in self.engine.adapters and (found == name or model in self.names):
+            behind = (name.removeprefix(f"{model}:") for model in self.names)
+            if (found := next((one for one in (name, *behind) if one in self.engine.adapters), None)) is not None:
                 return found
         return None
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from image_models import reference, write_model
 from safetensors.torch import load_file, save_file
-from tiny_adapters import shapes_of, write_adapter
+from tiny_adapters import ATTENTION, shapes_of, write_adapter
 from tiny_checkpoint import write_checkpoint
 
 from draftwing.errors import CheckpointError
@@ -97,6 +98,8 @@ def test_what_names_may_look_like(tiny: Path, tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"target_parameters": ["x"]}, "target_parameters"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"), ({"layer_replication": [[0, 1]]}, "layer_repl"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa"), ({"init_lora_weights": "olora"}, "olora"),
+        ({"init_lora_weights": "lora_ga"}, "lora_ga"), ({"kasa_config": {"beta": 1e-4}}, "KaSA"),
+        ({"monteclora_config": {"num_samples": 8}}, "MonteCLoRA"), ({"velora_config": {"num_groups": 8}}, "VeLoRA"),
         ({"alora_invocation_tokens": [1, 2]}, "alora"), ({"r": 5}, "expected the rank"),
         ({"r": "x"}, "expected the rank"),
         ({"lora_alpha": "x"}, "lora_alpha"), ({"lora_alpha": float("nan")}, "lora_alpha"),
@@ -146,6 +149,34 @@ def test_tensors_that_are_refused(
     tiny: Path, tmp_path: Path, targets: AdapterTargets, tensors: dict[str, Any], said: str
 ) -> None:
     assert said in refusal(changed(write_adapter(tmp_path / "one", tiny), **tensors), targets)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-vl", "gemma3", "gemma4", "smolvlm", "lfm2-vl"])
+def test_what_reads_images_takes_none(tmp_path: Path, kind: str) -> None:
+    """But factors that add nothing: PEFT's `all-linear` makes some of these matrices, too, and text does not train
+    them."""
+    model, seeing = (
+        write_model(tmp_path / kind, kind),
+        AdapterTargets(load_model(tmp_path / kind, torch.float32, "cpu")),
+    )
+    inner = dict(reference(kind).named_modules())
+    names = {name: one for name, one in inner.items() if type(one) is torch.nn.Linear and "language" not in name}
+    shapes = {f"{name}": tuple(one.weight.shape) for name, one in names.items() if "text_model" not in name}
+    shapes.pop("lm_head", None)
+    assert len(shapes) > 2
+    own = write_adapter(tmp_path / "own", model, targets=ATTENTION, shapes=shapes_in(seeing))
+    both = write_adapter(tmp_path / "both", model, targets=ATTENTION, shapes=shapes_in(seeing))
+    more = write_adapter(tmp_path / "more", model, targets={one.rpartition(".")[2] for one in shapes}, shapes=shapes)
+    factors = load_file(more / WEIGHTS)
+    empty = {name: value * ("lora_A" in name) for name, value in factors.items()}
+    expected = seeing.fit(read_folder(own, MOST)).factors
+    assert expected and seeing.fit(read_folder(changed(both, **empty), MOST)).factors.keys() == expected.keys()
+    assert "what reads images" in refusal(changed(both, **factors), seeing)
+    assert seeing.fit(read_folder(changed(more, **empty), MOST)).rank == 1  # which adds nothing at all
+
+
+def shapes_in(targets: AdapterTargets) -> dict[str, tuple[int, int]]:
+    return {name: (one.outputs, one.inputs) for name, one in targets.targets.items()}
 
 
 def test_an_adapter_of_another_model_says_which(tiny: Path, tmp_path: Path, targets: AdapterTargets) -> None:

@@ -67,7 +67,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        return max(len(one.down) for one in self.factors.values())
+        return max((len(one.down) for one in self.factors.values()), default=1)
 
     @property
     def nbytes(self) -> int:
@@ -127,6 +127,7 @@ class AdapterTargets:
         self.config = config
         latents = (one.mixer for one in config.layers if isinstance(one.mixer, LatentAttentionConfig))
         self._latents, self._wide = next(latents, None), wide
+        self._tower = () if config.tower is None else config.tower.prefixes
         own, linears, merged = _matrices(config, ranks), model.adaptable(wide), model.merged()
         every = _matrices(config, ALONE)
         self._every = every.keys()
@@ -174,6 +175,8 @@ class AdapterTargets:
         Raises CheckpointError for one of another model, or of matrices that take none."""
         factors: dict[str, Factors] = {}
         for module, one in adapter.factors.items():
+            if module.startswith(self._tower) and not one.up.any():
+                continue  # was made with all others, and not trained
             for name, own in self._apart(module, one):
                 if name in factors:
                     raise CheckpointError(f"{name}: expected one pair of factors for each matrix, found two")
@@ -225,6 +228,11 @@ class AdapterTargets:
             return (
                 f"{name}: slots have no room for adapters of {kind}: it is set aside where one of --lora-modules has "
                 "such matrices; expected this adapter there, or one without them"
+            )
+        if name.startswith(self._tower):
+            return (
+                f"{name}: adapters of what reads images are not served, unless they add nothing; expected "
+                "target_modules of the language model alone"
             )
         if name in self._every:
             return (

@@ -34,9 +34,12 @@ _REFUSED = {
     "layer_replication": "layers that are copies of others",
     "alora_invocation_tokens": "activated LoRA, which begins at tokens of its own",
     "arrow_config": "routing among adapters",
+    "kasa_config": "KaSA, which changes the model's own matrices",
+    "monteclora_config": "MonteCLoRA, whose factors are drawn",
+    "velora_config": "VeLoRA, whose inputs are grouped",
 }
 # Of `init_lora_weights`, those that change the matrices of the model, too.
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _MOST_REPEATS = 3
 
 
