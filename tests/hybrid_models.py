@@ -19,7 +19,7 @@ from torch import Tensor
 from draftwing.kv.pool import KVPool, RowStates, delta_specs
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_model
-from draftwing.ops.attention.batch import Batch, ChunkSpan
+from draftwing.ops.attention.batch import Batch, ChunkSpan, ImageRows
 from draftwing.ops.attention.spec import TorchAttention
 from draftwing.ops.table import TorchOps
 from draftwing.parallel.ranks import Ranks
@@ -273,14 +273,14 @@ def expert_by_expert(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @torch.inference_mode()
-def whole_logits(model: DecoderModel, ids: Tensor) -> Tensor:
+def whole_logits(model: DecoderModel, ids: Tensor, images: ImageRows | None = None) -> Tensor:
     """Of one sequence, without a pool."""
-    return model.logits(model(ids, torch.arange(len(ids)), Causal(1, len(ids)))[0])
+    return model.logits(model(ids, torch.arange(len(ids)), Causal(1, len(ids)), images=images)[0])
 
 
 def on_ranks(
     path: Path, ops: TorchOps, ids: Tensor, expert_parallel: bool = False, size: int = 2, invariant: bool = False,
-    dtype: torch.dtype = torch.float32, **kw: Any,
+    dtype: torch.dtype = torch.float32, images: ImageRows | None = None, **kw: Any,
 ) -> Tensor:  # fmt: skip
     """The logits of a packed model that is spread over so many ranks, which agree on them. kw: as `load_model` has
     them."""
@@ -288,7 +288,7 @@ def on_ranks(
     def share(ranks: Ranks) -> Tensor:
         model = load_model(path, dtype, "cpu", ranks=ranks, **kw)
         model.pack(ops)
-        return whole_logits(model, ids)
+        return whole_logits(model, ids, images)
 
     with ThreadPoolExecutor(size) as pool:
         one, *others = pool.map(share, meet(size, expert_parallel, invariant))

@@ -5,6 +5,7 @@ tiles.
 """
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -388,6 +389,8 @@ def test_graphs_are_wanted_when_forwards_take_turns(harness, model, monkeypatch)
 
     took_turns(30, 1)
     took_turns(3, WANTED - 2)
+    for _ in range(2 * WANTED):  # with images, which no graph of this model takes
+        prefills.took_turns([Chunk(0, 0, 30, True)], key, SimpleNamespace(images=object(), turns=None))
     assert not executor.captures.wanted
     took_turns(14, 2)  # the graph of 3 tokens is that of 14, too
     assert executor.captures.wanted

@@ -18,6 +18,7 @@ from draftwing.layers.linear_ops.blocks import BlockFormat, block_sizes
 from draftwing.layers.linear_ops.parallel import NormedSum
 from draftwing.models.loader import load_config, load_model
 from draftwing.ops import make_ops
+from draftwing.ops.attention.batch import ImageRows
 from draftwing.parallel.ranks import Absent, NextNorm, Ranks
 from draftwing.parallel.shares import own_heads, width_share
 
@@ -159,6 +160,28 @@ def test_sums_are_made_under_the_norms_that_come_next(tmp_path: Path, monkeypatc
         assert len(own) == len(norms[1:]) and all(map(torch.equal, own, norms[1:]))
     monkeypatch.setattr(NormedSum, "lead_to", lambda *_: None)
     assert torch.equal(on_ranks(folder, ops, ids, size=2), found)
+
+
+@pytest.mark.parametrize("deep", [0, 1, 2])
+def test_norms_of_sums_are_read_beside_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deep: int) -> None:
+    """But behind layers whose results images change, which have a norm of their own; the logits are those of two
+    operations."""
+    folder, ids, ops = DENSE["6 heads of 3"]().write(tmp_path), tokens(12), make_ops(CPU)
+    config = load_config(folder)
+    rows = torch.randn(12, (1 + deep) * config.hidden_size, generator=torch.Generator().manual_seed(2))
+    images = ImageRows(torch.arange(12) % 3 > 0, rows, deep)
+    norm, made = ops.rms_norm, list[int]()
+
+    def counted(*args: Any) -> Any:
+        made.append(1)
+        return norm(*args)
+
+    monkeypatch.setattr(ops, "rms_norm", counted)
+    found = on_ranks(folder, ops, ids, size=2, images=images)
+    assert len(made) == 2 * (2 * config.num_layers + 1 + deep)
+    monkeypatch.setattr(NormedSum, "lead_to", lambda *_: None)
+    assert torch.equal(on_ranks(folder, ops, ids, size=2, images=images), found)
+    assert not torch.equal(on_ranks(folder, ops, ids, size=2), found)
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

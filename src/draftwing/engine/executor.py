@@ -336,7 +336,7 @@ class Executor:
         marks = prompts.started  # what was shown of prompts is no part of the step, either
         drafted = self.run_stage("draft", step.key, self.steps.draft, step)
         adapted = step.adapted or prefill.adapted
-        provisional = step.key is not None and self.target.is_left(step.key, prefill.chunks, adapted)
+        provisional = step.key is not None and self.target.is_left(step.key, prompts, adapted)
         of_trees, of_prompts = self.target.mixed(step.key, drafted.batch, prompts, step.adapted)
         return Pending(
             plan, marks, of_trees, step=step, drafted=drafted, guidance=guidance,

@@ -160,9 +160,10 @@ class PrefillGraphs:
         is worth an interruption."""
         return max(self.later.values(), default=0) / WANTED
 
-    def took_turns(self, chunks: Sequence[Chunk], key: Key, adapted: bool = False) -> None:
-        """Notes a prefill beside a step of this key that had a forward of its own, for want of a graph."""
-        wanted = self.size(chunks, key), key, adapted
+    def took_turns(self, chunks: Sequence[Chunk], key: Key, batch: Batch | None = None, adapted: bool = False) -> None:
+        """Notes a prefill beside a step of this key that had a forward of its own, for want of a graph. batch: as of
+        `run`."""
+        wanted = self.size(chunks, key, batch), key, adapted
         if wanted in self.later:
             self.later[wanted] += 1
 
@@ -209,19 +210,20 @@ class PrefillGraphs:
         key = Key(shape, sizes[at]) if at < len(sizes) else None
         return key if key is not None and self._sizes.beside(key) else None
 
-    def size(self, chunks: Sequence[Chunk], key: Key) -> int:
-        """Returns the queries of prompts of the graph of these beside a step of this key; 0: there is none."""
+    def size(self, chunks: Sequence[Chunk], key: Key, batch: Batch | None = None) -> int:
+        """Returns the queries of prompts of the graph of these beside a step of this key; 0: there is none. batch: as
+        of `run`."""
         tokens = sum(chunk.length for chunk in chunks)
         size = next((size for size in self._sizes.beside(key) if size >= tokens), 0)
-        return size if self._inputs.takes(size, chunks) else 0
+        return size if self._inputs.takes(size, chunks, batch) else 0
 
     def run_mixed(
         self, chunks: Sequence[Chunk], key: Key, batch: Batch | None = None, adapted: bool = False
     ) -> States | None:
         """Runs one forward of what `draft` of the key has left, and of the chunks' queries, of which it returns what it
         gives; as `run` otherwise. adapted: whether a query of either has an adapter."""
-        tokens, size = sum(chunk.length for chunk in chunks), self.size(chunks, key)
-        if (size, key, adapted) not in self._mixed or not self._inputs.takes(size, chunks, batch):
+        tokens, size = sum(chunk.length for chunk in chunks), self.size(chunks, key, batch)
+        if (size, key, adapted) not in self._mixed:
             return None
         self._inputs.fill(size, chunks, batch)
         self._mixed[size, key, adapted]()

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.config.trees import TreeShape
-from draftwing.core import Chunk
 from draftwing.engine.devices.base import Device
 from draftwing.engine.graphs import Beside, GraphCache, Key
 from draftwing.engine.prefill_graphs import PrefillGraphs, States, cut
@@ -111,9 +110,9 @@ class TargetForward:
         narrowed = Narrowed(upload.last, self._attn.bind(ends, 0) if ends.chunks else Attend())
         return self.run(batch, narrowed=narrowed, adapted=adapted)
 
-    def is_left(self, key: Key, chunks: Sequence[Chunk], adapted: bool) -> bool:
+    def is_left(self, key: Key, prompts: Pending, adapted: bool) -> bool:
         """Returns whether a graph of such prompts beside a step of this key is still to be captured."""
-        return (self.prefills.size(chunks, key), key, adapted) in self.prefills.later
+        return (self.prefills.size(prompts.plan.chunks, key, prompts.batch), key, adapted) in self.prefills.later
 
     def _mixed_slots(self, trees: Batch, prompts: Pending, adapted: bool) -> Tensor | None:
         """Returns the slots of adapters of trees and of a prefill behind them; None where there are none."""
@@ -144,7 +143,7 @@ class TargetForward:
         found = self.prefills.run_mixed(chunks, key, batch, any_adapted)
         if found is None:
             # Two forwards from graphs take less time than the launches of one over both.
-            self.prefills.took_turns(chunks, key, any_adapted)
+            self.prefills.took_turns(chunks, key, batch, any_adapted)
             if adapted:
                 self._graphs.run("verify", Beside(key), self.verify_adapted, trees)
             else:

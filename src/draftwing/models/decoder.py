@@ -206,7 +206,7 @@ class DecoderModel(nn.Module):
             if normed is None:
                 x = layer(x, cos, sin, attend) if under is None else layer(x, cos, sin, attend, under)
                 under = cast(DecoderLayer, layer).take_normed()
-                if narrowed is not None or images is not None:  # rows are left out or changed before the next norm
+                if narrowed is not None or i <= deep:  # rows are left out or changed before the next norm
                     under = None
             else:
                 x, normed = cast(DecoderLayer, layer).under(self._norms[i], normed, x, cos, sin, attend)

@@ -211,7 +211,7 @@ class TritonAdapterOps(AdapterOps):
         if rows:
             chunk = next(size for size in _CHUNKS if rows <= size or size == _CHUNKS[-1])
             _plan_kernel[(triton.cdiv(rows, chunk),)](
-                plan, slots.contiguous(), rows, CHUNK=chunk, BESIDE=min(_BESIDE, chunk),
+                plan, slots, rows, CHUNK=chunk, BESIDE=min(_BESIDE, chunk),
                 num_warps=8 if chunk > 64 else 4, **launch_options(slots.device),
             )  # fmt: skip
         return plan
