@@ -215,9 +215,9 @@ def measure(run: Run, case: Case, servers: dict[str, Server]) -> None:
                     refused.add((name, work.label))
 
 
-def folder_of(run: Run, case: Case) -> Path:
+def folder_of(args: argparse.Namespace, case: Case) -> Path:
     """Returns where the model of a case is."""
-    return Path(run.args.out / "models" / f"{case.model}{f'-{case.adapters}' * bool(case.adapters)}")
+    return Path(args.out / "models" / f"{case.model}{f'-{case.adapters}' * bool(case.adapters)}")
 
 
 def made(run: Run, case: Case, folder: Path) -> bool:
@@ -239,7 +239,7 @@ def made(run: Run, case: Case, folder: Path) -> bool:
 
 def one_case(run: Run, case: Case) -> None:
     """Makes the model where it is not there yet, and measures. Raises TimeUp when the time of the run is over."""
-    folder = folder_of(run, case)
+    folder = folder_of(run.args, case)
     if not made(run, case, folder):
         return
     every = contenders(case, folder, run.args)
@@ -260,10 +260,10 @@ def cases(run: Run, wanted: Sequence[Case]) -> None:
             if run.left() <= 0:
                 raise TimeUp
             one_case(run, case)
-            if run.args.drop_models and folder_of(run, case) not in [
-                folder_of(run, late) for late in wanted[place + 1 :]
+            if run.args.drop_models and folder_of(run.args, case) not in [
+                folder_of(run.args, late) for late in wanted[place + 1 :]
             ]:
-                shutil.rmtree(folder_of(run, case), ignore_errors=True)
+                shutil.rmtree(folder_of(run.args, case), ignore_errors=True)
         except TimeUp:
             run.kill()
             for late in wanted[place:]:
@@ -344,7 +344,10 @@ def main(words: Sequence[str] | None = None, every: Sequence[Case] = CASES) -> N
     wanted = [known[name] for name in args.only] if args.only else list(every)
     if args.list:
         for case in wanted:
-            print(case.name, *(" ".join(one.command) for one in contenders(case, args.out, args)), sep="\n  ")
+            some = contenders(case, folder_of(args, case), args)
+            variables = (shlex.join(f"{name}={value}" for name, value in one.environ.items()) for one in some)
+            commands = (shlex.join(one.command) for one in some)
+            print(case.name, *map(" ".join, zip(variables, commands, strict=True)), sep="\n  ")
         return
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
     run = Run(args, time.monotonic() + args.seconds)

@@ -167,6 +167,7 @@ def test_names_are_unique_and_lists_can_be_cut(capsys: pytest.CaptureFixture[str
     beside.main(["--list", "--only", "8b,gpt-oss-120b", "--cards", "0,1"])
     out = capsys.readouterr().out
     assert out.count("draftwing serve") == out.count("sglang.launch_server") == 2
+    assert out.count("CUDA_VISIBLE_DEVICES=0 ") == 1 and "models/llama-8b/target" in out  # can be typed as it is
     with pytest.raises(SystemExit, match=r"expected cases of 8b, .*found 9b"):
         beside.main(["--only", "8b,9b"])
 
