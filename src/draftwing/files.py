@@ -62,12 +62,24 @@ def write_text(path: Path, text: str, private: bool = False) -> None:
     replace_file(partial, path)
 
 
+_LFS = b"version https://git-lfs"
+
+
+def pointer(path: Path) -> str:
+    """Returns what a file is in place of its content where a repository was cloned without Git LFS, else nothing."""
+    with open(path, "rb") as file:
+        found = file.read(len(_LFS)) == _LFS
+    return "it is a pointer of Git LFS in place of the file: run git lfs pull in the folder" if found else ""
+
+
 def load_json(path: Path) -> Any:
     """Returns what a file of JSON holds. Raises OSError, and ValueError for what is not JSON in UTF-8."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(pointer(path) or str(error)) from None
 
 
 def write_json(path: Path, content: Any, indent: int | None = 1, private: bool = False) -> None:

@@ -20,6 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from draftwing.errors import CheckpointError, listed
+from draftwing.files import pointer
 
 DECODE_ELEMENTS = 1 << 18  # decoded at once; temporaries fit the cache
 
@@ -255,7 +256,8 @@ def _open_one(path: Path) -> GGUFFile:
     data = np.memmap(path, np.uint8, "c") if path.stat().st_size else np.empty(0, np.uint8)
     cursor = _Cursor(data)
     if bytes(data[:4]) != MAGIC:
-        raise CheckpointError(f"{path} is not a GGUF file: it starts with {bytes(data[:4])!r}")
+        why = pointer(path) or f"it starts with {bytes(data[:4])!r}"
+        raise CheckpointError(f"{path} is not a GGUF file: {why}")
     try:
         cursor.position = 4
         version = cursor.u32()

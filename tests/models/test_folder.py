@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from reference.checkpoints import llama_target
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.models.folder import folder_tensors, weight_files
+from draftwing.models.loader import load_model
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
 
@@ -146,3 +148,27 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, name: str
         with pytest.raises(CheckpointError, match="expected a file"):
             weight_files(tmp_path)
         (tmp_path / name).unlink()
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json", "model.gguf"])
+def test_pointers_of_git_lfs_are_named(tmp_path: Path, name: str) -> None:
+    """As they lie in folders that were cloned without it."""
+    folder = llama_target(1).write(tmp_path)
+    if name.startswith("pytorch"):
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_text(POINTER)
+    with pytest.raises(CheckpointError, match=f"{name}.*: it is a pointer of Git LFS .*: run git lfs pull"):
+        load_model(folder / name if name.endswith("gguf") else folder, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
+def test_other_names_of_tensors_are_named(tmp_path: Path, prefix: str) -> None:
+    """As trainers write them that save what is around a model."""
+    folder = llama_target(1).write(tmp_path)
+    file = folder / "model.safetensors"
+    save_file({f"{prefix}{name}": value for name, value in load_file(file).items()}, file)
+    with pytest.raises(CheckpointError, match=rf"missing from the checkpoint: .*lm_head.weight.*instead: .*{prefix}"):
+        load_model(folder, torch.float32, "cpu")

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftwing.errors import CheckpointError, listed
-from draftwing.files import load_json
+from draftwing.files import load_json, pointer
 from draftwing.models.gguf_tensors import Progress
 from draftwing.models.weight_map import PER_LAYER, canonical
 from draftwing.parallel.cut import Cut
@@ -145,7 +145,7 @@ def _safetensors(file: Path, cuts: Mapping[str, Cut], unread: Callable[[str], bo
                     continue
                 yield name, shard.get_tensor(name) if cut is None else cut.read(name, shard.get_slice(name))
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
+        raise CheckpointError(f"{file} cannot be read: {_why(file, error)}") from None
 
 
 def _pickled(file: Path, cuts: Mapping[str, Cut], unread: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
@@ -163,7 +163,7 @@ def _pickled(file: Path, cuts: Mapping[str, Cut], unread: Callable[[str], bool])
     except CheckpointError:
         raise
     except Exception as error:  # its unpickler raises whatever a malformed file makes it meet
-        raise CheckpointError(f"{file} cannot be read: {error or type(error).__name__}") from None
+        raise CheckpointError(f"{file} cannot be read: {_why(file, error)}") from None
     if not isinstance(shard, dict):
         raise CheckpointError(f"{file}: expected a dictionary of tensors, found {type(shard).__name__}")
     for name, value in shard.items():
@@ -175,6 +175,11 @@ def _pickled(file: Path, cuts: Mapping[str, Cut], unread: Callable[[str], bool])
                 continue
             cut = cuts.get(canonical(name))
             yield name, value if cut is None else cut.of_tensor(name, value)
+
+
+def _why(file: Path, error: Exception) -> str:
+    """Returns why a file cannot be read: libraries do not know of pointers."""
+    return (pointer(file) if file.is_file() else "") or str(error) or type(error).__name__
 
 
 def _deflated(file: Path) -> bool:

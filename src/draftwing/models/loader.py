@@ -396,7 +396,8 @@ def fill_parameters(
         if param.is_meta and isinstance(module.get_submodule(name.rpartition(".")[0]), BareNorm):
             allocate(module, name, param, device).data.fill_(1.0)
     if missing:
-        raise CheckpointError(f"tensors missing from the checkpoint: {listed(sorted(missing))}")
+        others = f"; it has these instead: {listed(sorted(unused), 4)}" if unused else ""
+        raise CheckpointError(f"tensors missing from the checkpoint: {listed(sorted(missing))}{others}")
     if unused:
         logger.warning("tensors of the checkpoint that are not used: %s", listed(sorted(unused)))
 
