@@ -77,3 +77,29 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
             load_config(folder)
         said = row.says or row.missing or unserved_part(config["architectures"], config["model_type"])
         assert said is not None and said in str(refusal.value) and "\n" not in str(refusal.value), row.name
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("trinity-mini", {"route_norm": False}),
+        ("trinity-mini", {"n_group": 2}),
+        *(
+            (name, {key: 0.5})
+            for name in ("trinity-mini", "command-r7b-12-2024", "minicpm4-8b", "minicpm3-4b")
+            for key in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        ),
+        ("falcon-h1-7b-instruct", {"logits_scaling": 0.5}),
+        ("smollm3-3b", {"layer_types": ["sliding_attention"] * 8, "sliding_window": 9}),
+    ],
+)
+def test_keys_that_libraries_read_otherwise_are_refused(name: str, more: dict[str, Any]) -> None:
+    config = published(name)
+    from_hf(config)
+    with pytest.raises(CheckpointError, match=next(iter(more))):
+        from_hf({**config, **more})
+
+
+def test_factors_that_others_pass_over() -> None:
+    config = published("falcon-h1-7b-instruct")
+    assert from_hf({**config, "residual_multiplier": 0.5}).layers == from_hf(config).layers

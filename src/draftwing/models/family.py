@@ -259,6 +259,15 @@ def query_scalar(fields: Fields, key: str, default: float) -> int:
     return scalar
 
 
+def unscaled(fields: Fields) -> dict[str, Any]:
+    """Returns factors of Granite's configs as they are in those of a family that has others, or none. Raises
+    CheckpointError where a config has one of them all the same."""
+    keys = "embedding_multiplier", "residual_multiplier", "logits_scaling"
+    for key in keys:
+        fields.check(key, (1,))
+    return dict.fromkeys(keys, 1.0)
+
+
 def layers_like(
     layer: LayerConfig,
     attention: AttentionConfig,

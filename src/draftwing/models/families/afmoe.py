@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from draftwing.models.families.deepseek import IN_GGUF, dense_layers, experts
-from draftwing.models.family import ExpertNames, Family, InGGUF
+from draftwing.models.family import ExpertNames, Family, InGGUF, unscaled
 from draftwing.models.fields import WIDEST, Fields
 
 # What is called otherwise in other configs.
@@ -22,11 +22,13 @@ _USUAL = {
 
 
 def _keys(fields: Fields) -> dict[str, Any]:
-    fields.check("attention_bias", (False,))
+    # Of the last three others pass over one or another.
+    for key, served in (("attention_bias", False), ("route_norm", True), ("n_group", 1), ("topk_group", 1)):
+        fields.check(key, (served,))
     found = fields.renamed(_NAMES)
     said = found | {key: value for key, value in _USUAL.items() if key not in found and not fields.has(key)}
     scale = fields.whole("hidden_size", high=WIDEST) ** 0.5
-    return {**said, "embedding_multiplier": scale if fields.flag("mup_enabled") else 1.0}
+    return {**said, **unscaled(fields), "embedding_multiplier": scale if fields.flag("mup_enabled") else 1.0}
 
 
 def _metadata(fields: Fields) -> Fields:

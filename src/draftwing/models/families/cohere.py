@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from draftwing.models.family import Family, InGGUF, Whole
+from draftwing.models.family import Family, InGGUF, Whole, unscaled
 from draftwing.models.fields import Fields
 
 _SCALE = "logit_scale"  # which others divide by
 
 
 def _keys(fields: Fields) -> dict[str, Any]:
-    return {"logits_scaling": 1 / fields.number(_SCALE, 1e-3, 1e3, 0.0625)}
+    return {**unscaled(fields), "logits_scaling": 1 / fields.number(_SCALE, 1e-3, 1e3, 0.0625)}
 
 
 def _metadata(fields: Fields) -> Fields:

@@ -32,9 +32,10 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
 
 
 def _keys(fields: Fields) -> dict[str, Any]:
-    for key in ("attention_bias", "mlp_bias"):
-        fields.check(key, (False,))  # of which factors are others
+    for key, served in (("attention_bias", False), ("mlp_bias", False), ("logits_scaling", 1)):
+        fields.check(key, (served,))  # of biases factors are others
     return {
+        "residual_multiplier": 1.0,  # which nobody reads
         "logits_scaling": 1 / fields.number("lm_head_multiplier", 1e-3, 1e3, 1.0),
         "num_key_value_heads": fields.whole("num_key_value_heads", high=WIDEST, default=8),
     }

@@ -11,7 +11,7 @@ from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.models.families.deepseek import LATENT_NAMES, in_gguf, latent_attention, turned
-from draftwing.models.family import Family, InGGUF
+from draftwing.models.family import Family, InGGUF, unscaled
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields
 
 _SCALE_EMB, _SCALE_DEPTH, _BASE = 12.0, 1.4, 256  # of those that were published; older files in GGUF say none of them
@@ -24,6 +24,7 @@ def _factors(fields: Fields, emb: float, depth: float, base: int) -> dict[str, A
     depth = fields.number("scale_depth", 1e-3, 1e3, math.sqrt(layers) if fields.has("scale_depth") else depth)
     null = hidden if fields.has("dim_model_base") else base
     return {
+        **unscaled(fields),
         "embedding_multiplier": fields.number("scale_emb", 1e-3, 1e3, emb),
         "residual_multiplier": depth / math.sqrt(layers),
         "logits_scaling": hidden / (fields.whole("dim_model_base", 0, WIDEST, null) or hidden),
