@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_checkpoint import write_checkpoint
 
 from draftwing import LLM
+from draftwing.cli.answerers import Remote, Usage
 from draftwing.cli.bench import PROMPTS, load_prompts
 from draftwing.cli.client import Client, ServerError
 from draftwing.cli.main import main
@@ -146,6 +154,37 @@ def test_points_leave_out_what_cannot_be() -> None:
         list(points({"model": "x"}, grid))
 
 
+@contextlib.contextmanager
+def answering(body: bytes | Callable[[str], bytes]) -> Iterator[tuple[str, list[tuple[str, str, Any]]]]:
+    """The address of a server that answers all requests with this body, or what is made of the method; and what it was
+    asked: method, path, body."""
+    heard: list[tuple[str, str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked = self.rfile.read(int(self.headers.get("content-length", 0)))
+            heard.append((self.command, self.path, json.loads(asked) if asked else None))
+            content = body if isinstance(body, bytes) else body(self.command)
+            self.send_response(200)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_GET
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", heard
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 def test_client_errors(url: str) -> None:
     with pytest.raises(ServerError, match="API key"):
         Client(url).get("/v1/models")
@@ -155,6 +194,54 @@ def test_client_errors(url: str) -> None:
         client.post("/v1/completions", {"prompt": "a", "temperature": -1})
     with pytest.raises(ServerError, match="text"):
         list(client.stream("/generate", {}))
+
+
+NO_ANSWERS = [
+    b"<html>Welcome</html>", b"", b"\xff\xfe", b"5", b"[]", b"{}", b'{"data": null}', b'{"data": []}', b'{"data": [5]}',
+    b'{"data": {"id": "m"}}', b'{"tokens": [1], "data": [{"id": "m"}]}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", NO_ANSWERS)
+def test_another_program_at_the_address_is_told_in_a_sentence(
+    body: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "handlers", [])  # which the commands change
+    with answering(body) as (url, _):
+        for command in (
+            ["chat", "hi", "--url", url],
+            ["bench", "--url", url, "--num-prompts", "1", "--concurrency", "1"],
+            ["traffic", "rm", "x", "--url", url],
+        ):
+            assert main(command) == 2, command
+            error = capsys.readouterr().err
+            assert error.startswith("draftwing: error: ") and error.count("\n") == 1, error
+
+
+MODELS = b"""{"context_length": 7, "data": [{"id": "a b", "status": {"value": "loaded"}}, {"id": "c/d", "aliases": ["e"]}]}
+
+data: {"choices": []}
+
+data: [DONE]
+"""
+
+
+@pytest.mark.parametrize(("model", "asked"), [(None, "a b"), ("c/d", "c/d"), ("e", "e")])
+def test_one_of_several_models_may_be_named(model: str | None, asked: str) -> None:
+    with answering(lambda method: MODELS.split(b"\n\n", 1)[method == "POST"]) as (url, heard):
+        remote = Remote(Client(url), model)
+        assert remote.info["served_model_name"] == asked and remote.info["context_length"] == 7
+        assert list(remote.answer([{"role": "user", "content": "hi"}], {}, Usage())) == []
+        for wrong in ("f", "A b"):
+            with pytest.raises(ServerError, match=f"no model '{wrong}'; it has a b, c/d, e"):
+                Remote(Client(url), wrong)
+    paths = [(method, path) for method, path, _ in heard]
+    quoted = {"a b": "a%20b", "c/d": "c%2Fd", "e": "e"}[asked]
+    assert paths[:3] == [
+        ("GET", "/v1/models"), ("GET", f"/server_info?model={quoted}"), ("POST", "/v1/chat/completions")
+    ]  # fmt: skip
+    assert heard[2][2]["model"] == asked
 
 
 def test_prompts_are_repeated_to_the_number_that_is_asked_for(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import urllib.parse
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from draftwing.cli.client import Client, ServerError
+from draftwing.cli.client import Client, ServerError, part
 from draftwing.config.drafters import NO_DRAFTER
 from draftwing.engine.session import Session
+from draftwing.errors import listed
 from draftwing.images.parts import pictures_of, shown
 from draftwing.images.reader import filled, placed
 from draftwing.llm_inputs import read_messages
@@ -45,14 +47,23 @@ class Usage:
 
 
 class Remote:
-    """A running server. Raises ServerError where there is none. info: facts as in /server_info, of which any may be
-    missing."""
+    """A running server. Raises ServerError where there is none, or none with this model. info: facts as in
+    /server_info, of which any may be missing."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, model: str | None = None) -> None:
+        """model: of several; None: the first one."""
         self._client = client
-        self.info: Mapping[str, Any] = {"served_model_name": client.get("/v1/models")["data"][0]["id"]}
+        answer = client.get("/v1/models")
+        if answer.get("data") == []:
+            raise ServerError("the server has no models")
+        part(answer, ("data", 0, "id"), "/v1/models")
+        names = [str(name) for card in answer["data"] for name in (card["id"], *card.get("aliases", ()))]
+        if model is not None and model not in names:
+            raise ServerError(f"the server has no model {model!r}; it has {listed(names)}")
+        self.info: Mapping[str, Any] = {"served_model_name": model or names[0]}
         with contextlib.suppress(ServerError):  # it may be another engine's
-            self.info = {**client.get("/server_info"), **self.info}
+            asked = urllib.parse.quote(self.info["served_model_name"], safe="")
+            self.info = {**client.get(f"/server_info?model={asked}"), **self.info}
 
     def answer(self, messages: Messages, fields: Fields, usage: Usage) -> Generator[Piece, None, None]:
         """Yields an answer as it comes, and keeps `usage` up to date. To close the generator aborts the request."""

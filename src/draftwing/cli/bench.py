@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
-from draftwing.cli.client import Client
+from draftwing.cli.client import Client, part
 from draftwing.config.drafters import NO_DRAFTER
 from draftwing.config.trees import TreeShape
 from draftwing.engine.benchmark import Ended, Sample, Target, ignored, record_of, timed_run
@@ -83,7 +83,7 @@ class Remote:
         return found
 
     def encode(self, prompt: str) -> list[int]:
-        ids: list[int] = self._client.post("/tokenize", {"messages": [{"role": "user", "content": prompt}]})["tokens"]
+        ids: list[int] = self._client.post("/tokenize", {"messages": [{"role": "user", "content": prompt}]}, "tokens")
         return ids
 
     def run(
@@ -106,7 +106,7 @@ class Remote:
     def _one(self, prompt: list[int], body: dict[str, Any]) -> Sample:
         sample = Sample(time.monotonic(), prompt_tokens=len(prompt))
         for event in self._client.stream("/generate", {"input_ids": prompt, **body}):
-            sample.meta = event["meta_info"]
+            sample.meta = part(event, ("meta_info",), "/generate")
             sample.seen(sample.meta["completion_tokens"])
         return sample
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -30,17 +30,20 @@ class Client:
             raise wrong
         self._parts, self._timeout = parts, timeout
         self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._base}"
         self._headers = {"content-type": "application/json"}
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str, *place: str | int) -> Any:
+        """Returns what the answer holds, at a place within. Raises ServerError, also where there is no such place."""
         with self._answer("GET", path, None) as answer:
-            return json.load(answer)
+            return part(json.load(answer), place, self._url + path)
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+    def post(self, path: str, body: Mapping[str, Any], *place: str | int) -> Any:
+        """Returns as `get`."""
         with self._answer("POST", path, body) as answer:
-            return json.load(answer)
+            return part(json.load(answer), place, self._url + path)
 
     def flush_cache(self) -> None:
         with self._answer("POST", "/flush_cache?timeout=10", {}):
@@ -75,6 +78,21 @@ class Client:
                 yield answer
             except (OSError, http.client.HTTPException) as error:
                 raise ServerError(f"no answer from {self._parts.geturl()}: {error or type(error).__name__}") from None
+            except ValueError:
+                raise ServerError(f"expected JSON of {self._url}{path}; another program may run there") from None
+
+
+def part(found: Any, place: Sequence[str | int], where: str) -> Any:
+    """Returns what stands at a place in what a server has answered. Raises ServerError. where: its address."""
+    if not isinstance(found, dict):
+        raise ServerError(f"expected an object of JSON of {where}; another program may run there")
+    for name in place:
+        try:
+            found = found[name]
+        except (LookupError, TypeError):
+            missing = ".".join(map(str, place))
+            raise ServerError(f"expected {missing} in the answer of {where}; another program may run there") from None
+    return found
 
 
 def _message(body: Any, otherwise: str) -> str:

@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,8 @@ def run_chat(arguments: dict[str, Any]) -> None:
     typed = own["question"] is None and chat.at_terminal()
     # The engine's lines would stand between the answers.
     level = _log(arguments)
-    with _opened(own["url"], arguments, Remote, InProcess, level, typed or sys.stderr.isatty()) as answerer:
+    remote = partial(Remote, model=None if own["url"] is None else arguments.pop("model", None))
+    with _opened(own["url"], arguments, remote, InProcess, level, typed or sys.stderr.isatty()) as answerer:
         if not typed:
             chat.ask(answerer, chat.piped_question(own["question"]), own["system"], fields, images)
             return

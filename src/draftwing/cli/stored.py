@@ -255,9 +255,10 @@ def _remove(
         )
     found: dict[str, Any] = {"exchanges": 0, "heads": [], "lookups": 0}
     if url is not None:
-        from draftwing.cli.client import Client
+        from draftwing.cli.client import Client, part
 
-        found = Client(url, api_key).post("/delete_traffic", {"client": client})
+        answer = Client(url, api_key).post("/delete_traffic", {"client": client})
+        found = {name: part(answer, (name,), f"{url}/delete_traffic") for name in found}
     if learn is not None:
         store = TrafficStore(_folder(learn))
         found["exchanges"] = store.delete(client)
