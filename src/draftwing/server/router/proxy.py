@@ -133,7 +133,7 @@ def _head(scope: Scope, size: int) -> bytes:
     lines += [name + b": " + value for name, value in scope["headers"] if name not in _HOP | {b"content-length"}]
     if size or scope["method"] in ("POST", "PUT", "PATCH"):
         lines.append(b"content-length: %d" % size)
-    return b"\r\n".join([*lines, b"connection: close", b"", b""])
+    return b"\r\n".join([*lines, b"", b""])
 
 
 async def ask(path: Path, target: str, key: str | None) -> bytes:
