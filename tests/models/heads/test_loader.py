@@ -234,6 +234,7 @@ def test_aux_layer_ids_refused() -> None:
 Form = tuple[dict[str, Any], dict[str, tuple[int, ...] | None], str]
 _LATENT = {"q_a_proj": (24, 64), "q_b_proj": (64, 24), "kv_a_proj_with_mqa": (24, 64), "kv_b_proj": (64, 16)}
 _SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", *["full_attention"] * 7]}
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
 FORMS: dict[str, Form] = {  # keys of a config, tensors beside the plain ones or (None) missing, what a refusal names
     "the last state alone": ({"eagle_config": {"use_aux_hidden_state": False}}, {"fc.weight": None}, ""),
     "the last state and fc": ({"use_aux_hidden_state": False}, {}, "use_aux_hidden_state = false"),
@@ -265,7 +266,10 @@ FORMS: dict[str, Form] = {  # keys of a config, tensors beside the plain ones or
         {"model_type": "kimi_k2", "q_lora_rank": 24, "kv_lora_rank": 16},
         {f"midlayer.self_attn.{name}.weight": shape for name, shape in _LATENT.items()}, "q_lora_rank",
     ),
-    "experts": ({"num_experts": 4}, {"midlayer.mlp.gate.weight": (4, 32)}, "num_experts"),
+    "experts": ({"num_experts": 4}, {"midlayer.mlp.gate.weight": (4, 32)}, "midlayer.mlp.gate.weight"),
+    "experts that the target alone has": (_EXPERTS, {}, ""),
+    "experts that Mixtral alone has": ({"num_local_experts": 8, "num_experts_per_tok": 2}, {}, ""),
+    "experts that DeepSeek alone has": ({"n_routed_experts": 256, "first_k_dense_replace": 3}, {}, ""),
     "experts that the config hides": ({}, {"midlayer.mlp.experts.0.up_proj.weight": (40, 32)}, "mlp.experts.0.up_proj"),
     "heads for later tokens": ({}, {"parallel_draft_heads.medusa_heads.0.0.linear.weight": (32, 32)}, "medusa_heads"),
     "drafting in parallel": ({"pard_token": 3}, {"mask_hidden": (1, 1, 96)}, ""),

@@ -32,7 +32,8 @@ Weights = Mapping[str, Tensor]
 
 _SPECULATORS = ("eagle3", "peagle", "dflash", "dflash2", "dspark")  # of its kinds
 _INNER = ("eagle_config", "dflash_config", "dspark_config", "model")  # objects whose keys are those of the head
-_BY_WEIGHTS = ("use_qk_norm", "qk_norm")  # perhaps the target's keys; the head's weights tell
+# Perhaps the target's keys; the head's weights tell.
+_BY_WEIGHTS = ("use_qk_norm", "qk_norm", "num_experts", "num_local_experts", "n_routed_experts", "mlp_only_layers")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 MASK = "mask_hidden"  # of heads for parallel drafting: what stands for the hidden states of the target
 
