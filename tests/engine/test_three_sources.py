@@ -16,6 +16,7 @@ from toy_grammar import ToyGrammar
 
 from draftwing import LLM
 from draftwing.config.trees import LOOKUP_ALONE, MODEL_ALONE, PLAIN, TreeShape
+from draftwing.config.trees import TREE as TREE_OPTIONS
 from draftwing.errors import ConfigError
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
@@ -132,6 +133,18 @@ def test_heads_that_come_with_the_default_model(algorithm: str, smollm2_path: Pa
 
     expected = answers(speculative_algorithm="none")
     assert answers(speculative_algorithm=algorithm, speculative_fixed_shape=True, **SHAPE) == expected
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3+SUFFIX", "EAGLE3+NGRAM", "EAGLE3+NEXTN+SUFFIX"])
+def test_a_fixed_tree_is_as_deep_as_the_lookups(algorithm: str, smollm2_path: Path) -> None:
+    """Whatever the head's is: a text that repeats itself is copied further than the head drafts."""
+    tree = dict(zip(TREE_OPTIONS, (2, 1, 3), strict=True)) | {"speculative_fixed_shape": True}
+    with LLM("smollm2", device="cpu", max_total_tokens=1024, speculative_algorithm=algorithm, **tree) as llm:
+        (said,) = llm.generate(["Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, " * 6], {
+            "temperature": 0, "dry_multiplier": 0, "max_new_tokens": 40, "ignore_eos": True,
+        })  # fmt: skip
+    accepted = [drafts for drafts, steps in enumerate(said.meta_info["spec_correct_drafts_histogram"]) if steps]
+    assert max(accepted) > 8
 
 
 def test_heads_in_folders(case: Case, tmp_path: Path) -> None:

@@ -323,9 +323,9 @@ def make_drafter(
     )  # fmt: skip
     if options.drafter_spec.own and not drafter.kv_layers:
         check_draft(drafter, options.drafter, shape, device)
-    if options.speculative_fixed_shape:
-        return drafter, FixedShape(shape)
     menu = drafter.menu(shape)
+    if options.speculative_fixed_shape:
+        return drafter, FixedShape(menu[0])  # which is deeper than a model's where a lookup drafts, too
     return drafter, TreePolicy(menu, StepCost(menu, False), not drafter.fixed_confidence, drafter.initial_confidence)
 
 
