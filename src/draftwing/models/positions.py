@@ -210,6 +210,7 @@ def _yarn(scaling: Fields, theta: float, factor: float, max_positions: int) -> R
     inferred = yarn_attention_factor(factor)
     if mscale and all_dim:
         inferred = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, all_dim)
+    scaling.check("extrapolation_factor", (1,))
     inferred *= scaling.number("attn_factor", 1e-3, 1e3, 1.0)  # by vLLM's name; transformers passes over it
     if theta <= 1:
         raise scaling.unlike("rope_theta", "more than 1")

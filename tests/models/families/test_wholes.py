@@ -116,6 +116,7 @@ LATENT = {
     [
         ("InternVLChatModel", "Qwen2", {}),
         ("InternVLChatModel", "Qwen3", {}),
+        ("InternS1ForConditionalGeneration", "Qwen3", {}),
         ("KimiVLForConditionalGeneration", "DeepseekV3", LATENT),
     ],
 )

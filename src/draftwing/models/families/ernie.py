@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF
-from draftwing.models.fields import WIDEST, Fields, max_experts
+from draftwing.models.fields import WIDEST, Fields, Values, max_experts
 from draftwing.ops.experts.routing import Routing
 from draftwing.parallel.cut import Stored
 
@@ -49,15 +49,22 @@ _ERNIE: dict[str, Any] = {
     "qkv_bias": "use_bias", "o_bias": "use_bias", "mlp_bias": "use_bias", "eps": 1e-5, "theta": 5e5, "tied": True,
     "rope_interleaved": True,
 }  # fmt: skip
+_NEUTRAL: dict[str, Values] = {"compression_ratio": (1,)}  # of positions
 FAMILIES = {
-    "Ernie4_5ForCausalLM": Family("ernie4_5", **_ERNIE, head_dim=128, gguf=InGGUF("ernie4_5")),
+    "Ernie4_5ForCausalLM": Family("ernie4_5", **_ERNIE, head_dim=128, neutral=_NEUTRAL, gguf=InGGUF("ernie4_5")),
     "Ernie4_5_MoeForCausalLM": Family(
         "ernie4_5_moe",
         **_ERNIE,
         keys=_keys,
         experts=_experts,
         dense_layers=_dense_layers,
-        neutral={"use_rmsnorm": (True,), "moe_gate": ("topk",), "moe_capacity": None, "add_tail_layers": None},
+        neutral={
+            **_NEUTRAL,
+            "use_rmsnorm": (True,),
+            "moe_gate": ("topk",),
+            "moe_capacity": None,
+            "add_tail_layers": None,
+        },
         expert_names=ExpertNames(shared="mlp.shared_experts", correction=_CORRECTION),
         apart=_apart,
         gguf=InGGUF(

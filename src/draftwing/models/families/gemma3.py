@@ -71,6 +71,7 @@ FAMILIES = {
         local_theta=1e4,
         out_norms=True,
         attention_scalar=256,
+        soft_cap=True,
         wholes={"Gemma3ForConditionalGeneration": Whole("gemma3", _SIZES, tower=mean_tower)},
         gguf=InGGUF("gemma3", scalar=_scalar),
     ),

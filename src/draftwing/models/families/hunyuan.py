@@ -85,9 +85,12 @@ _NEUTRAL: dict[str, Values] = {
     "use_qk_norm": (True,), "use_cla": (False,), "use_rotary_pos_emb": (True,), "norm_type": ("rms", "hf_rms"),
     "add_classification_head": (False,), "position_embedding_xdrope": (False,), "mlp_bias": (False,),
     "use_mixed_mlp_moe": (True,), "norm_topk_prob": (True,), "moe_layer_num_skipped": (0,), "moe_drop_tokens": (False,),
-    "moe_random_routing_dropped_token": (False,),
+    "moe_random_routing_dropped_token": (False,), "use_mla": (False,), "group_limited_greedy": (False,),
+    "routed_scaling_factor": (1,),
     **dict.fromkeys(("attention_head_dim", "cla_share_factor", "class_num", "eod_token_id", "im_end_id", "im_start_id",
-                     "im_newline_id", "mask_init_id", "org_vocab_size", "pool_type", "text_end_id", "text_start_id")),
+                     "im_newline_id", "mask_init_id", "org_vocab_size", "pool_type", "text_end_id", "text_start_id",
+                     "dense_list", "pad_id", "skip_cls_token", "num_media_embeds", "enable_lm_head_fp32",
+                     "video_end_id", "video_start_id")),
 }  # fmt: skip
 FAMILIES = {
     "HYV3ForCausalLM": Family(
@@ -113,7 +116,7 @@ FAMILIES = {
         "hunyuan_v1_dense",
         **_HUNYUAN,
         keys=_keys,
-        neutral={**_NEUTRAL, "num_experts": (1,)},
+        neutral={**_NEUTRAL, "num_experts": (1,), **dict.fromkeys(_PER_LAYER[:1] + _PER_LAYER[2:])},
         gguf=InGGUF("hunyuan-dense"),
     ),
     "HunYuanMoEV1ForCausalLM": Family(
