@@ -300,7 +300,7 @@ def test_harmless_values_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({**GEMMA3_1B, "final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({**GEMMA3_1B, "attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30.0"),
         ({**GEMMA3_1B, "hidden_activation": "silu"}, "hidden_activation = 'silu'"),
         ({**GEMMA3_1B, "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ({**GEMMA3_1B, "sliding_window": None}, "sliding_window: expected 1 or more"),

@@ -51,6 +51,7 @@ PUBLISHED |= {
     for name in (
         "bamba-9b-v2",
         "cwm-32b",
+        "helium-1-2b",
         "hy3-preview",
         "hyperclovax-seed-think-14b",
         "internlm3-8b-instruct",
@@ -63,6 +64,7 @@ PUBLISHED |= {
         "ministral-8b-transformers-5",
         "phi-3.5-moe",
         "trinity-mini",
+        "vaultgemma-1b",
         "youtu-llm-2b",
     )
 }

@@ -144,15 +144,17 @@ def _check_beside(fields: Fields, given: Fields) -> None:
             raise fields.unlike("rope_theta", "none beside both, or that of rope_parameters")
         if said != ({} if theta is None else {"rope_theta": theta}) | _said(beside):
             raise fields.unlike("rope_scaling", "none beside rope_parameters, or the same")
+        for key, _ in beside.items():
+            beside.get(key)
     trained, key = said.get("original_max_position_embeddings"), "original_max_position_embeddings"
     if said.get("rope_type") in ("llama3", "yarn") and fields.get(key) not in (None, trained):
         raise fields.unlike(key, f"{show(trained)}, as beside the rope_type")
 
 
 def _said(given: Fields) -> dict[str, Any]:
-    """Returns what an object says, its kind under one name."""
-    found = {key: given.get(key) for key, _ in given.items() if key != "type"}
-    return {key: value for key, value in found.items() if value is not None} | {"rope_type": _kind(given)}
+    """Returns what an object says, its kind under one name; keys that nobody else asks for stay unread."""
+    found = {key: value for key, value in given.items() if value is not None and key != "type"}
+    return found | {"rope_type": _kind(given)}
 
 
 def _kind(scaling: Fields) -> str:
