@@ -236,9 +236,11 @@ def test_a_gguf_file_in_blocks_that_are_too_large(tmp_path: Path) -> None:
     ops = make_ops(CPU)
     if "Q8_0" not in ops.block_kinds:
         pytest.skip("there is no GEMM for blocks")
-    file = write_gguf(tmp_path / "model.gguf", "llama", Type.Q8_0)
-    with pytest.raises(CheckpointError, match="48 of its 96 columns in Q8_0"):
-        load_model(file, torch.float32, CPU, weight_format=BlockFormat("Q8_0", ops), ranks=Absent(2))
+    file, form = write_gguf(tmp_path / "model.gguf", "llama", Type.Q8_0), BlockFormat("Q8_0", ops)
+    shares = [load_model(file, torch.float32, CPU, weight_format=form, ranks=Absent(2, rank)) for rank in range(2)]
+    assert [share.layers[0].mlp.down.in_features for share in shares] == [64, 32]  # three blocks
+    with pytest.raises(CheckpointError, match="columns in Q8_0 is no whole number of blocks of 32"):
+        load_model(file, torch.float32, CPU, weight_format=form, ranks=Absent(4))
 
 
 # Groups of 32 and 24 columns of 96, of which a rank's share of 48 begins inside one; blocks of fp8, and one scale.
