@@ -221,6 +221,21 @@ def test_what_is_no_picture_is_refused(client: TestClient, url: str, words: str)
     assert words in message and "\n" not in message
 
 
+@pytest.mark.parametrize(
+    "head",
+    ["data:image/png;base64,", "DATA:IMAGE/PNG;BASE64,", "data:;base64,", "data:image/png;charset=utf-8;base64,",
+     "data:image/png; base64,", "data:image/jpeg;base64, ", " \n data:image/png;base64,\n"],
+)  # fmt: skip
+def test_how_data_may_be_written(client: TestClient, engine: FakeEngine, head: str) -> None:
+    """As browsers read it; a picture is told by its bytes."""
+    pictures = [DATA, base64.urlsafe_b64encode(encoded(SHOWN)).decode(), DATA.rstrip("="), f"{DATA[:40]}\n{DATA[40:]} "]
+    for data in pictures:
+        content = [{"type": "image_url", "image_url": {"url": head + data}}]
+        response = client.post(CHAT, json={"messages": [USER | {"content": content}], "max_tokens": 1})
+        assert response.status_code == 200, response.text
+    assert len({request.images[0].digest for request in engine.requests}) == 1 and len(engine.requests) == len(pictures)
+
+
 def test_pictures_of_addresses(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -246,7 +261,9 @@ def test_pictures_of_addresses(engine: FakeEngine, monkeypatch: pytest.MonkeyPat
         for path, body in bodies:
             response = client.post(path, json=body)
             assert response.status_code == 200, (path, response.text)
-    assert asked == [url] * len(bodies)
+        content = [{"type": "image_url", "image_url": {"url": f" {url}\n"}}]
+        assert client.post(CHAT, json={"messages": [USER | {"content": content}]}).status_code == 200
+    assert asked == [url] * (len(bodies) + 1)
     assert len({request.images[0].digest for request in seeing.requests}) == 1
 
 

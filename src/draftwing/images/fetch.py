@@ -119,7 +119,7 @@ class Fetcher:
 
 def is_address(picture: Picture) -> bool:
     """Returns whether a picture is somewhere else, to be fetched."""
-    return isinstance(picture.data, str) and picture.data[:8].lower().startswith(("http://", "https://"))
+    return isinstance(picture.data, str) and picture.data.lstrip()[:8].lower().startswith(("http://", "https://"))
 
 
 def is_open(text: str) -> bool:

@@ -46,7 +46,7 @@ class Picture(NamedTuple):
 
 
 def _of_url(url: str, where: str) -> bytes:
-    scheme, _, rest = url.partition(":")
+    scheme, _, rest = url.strip().partition(":")
     if scheme.lower() != "data":
         raise RequestError(
             f"{where}: addresses are not followed (--allow-image-urls HOST does); send the picture itself, as "
@@ -54,7 +54,7 @@ def _of_url(url: str, where: str) -> bytes:
             where,
         )
     kind, found, text = rest.partition(",")
-    if not found or not kind.lower().endswith(";base64"):
+    if not found or not kind.lower().replace(" ", "").endswith(";base64"):
         raise RequestError(f"{where}: expected data:image/png;base64,... ; found {show(url)}", where)
     return of_base64(text, where)
 
