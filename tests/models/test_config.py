@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +48,7 @@ from reference.hf_configs import (
     SMOLLM3_3B,
     STABLELM2_16B,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVSpec
@@ -58,6 +60,7 @@ from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.models.config import ModelConfig, from_hf
+from draftwing.models.families import FAMILIES
 from draftwing.ops.experts.routing import Routing
 
 LLAMA4 = {"architectures": ["Llama4ForCausalLM"], **LLAMA4_MAVERICK["text_config"]}
@@ -475,3 +478,18 @@ def test_what_a_config_leaves_out_is_as_its_family_has_it() -> None:
     }  # fmt: skip
     found = from_hf({k: v for k, v in mixtral.items() if k not in ("rms_norm_eps", "rope_theta")})
     assert (found.norm.eps, found.ropes[0].theta) == (1e-5, 1e6)
+
+
+def test_bases_of_rotary_embeddings_that_configs_leave_out() -> None:
+    """Are those of transformers' classes."""
+    found = {}
+    for name, family in FAMILIES.items():
+        if family.model_type not in CONFIG_MAPPING:
+            continue
+        config = CONFIG_MAPPING[family.model_type]().to_dict()
+        rope = config.pop("rope_parameters", None) or {}
+        if type(rope.get("rope_theta")) not in (int, float):
+            continue
+        with suppress(CheckpointError):  # of what their classes do not have by default
+            found[name] = from_hf(config | {"architectures": [name]}).ropes[0].theta, rope["rope_theta"]
+    assert len(found) > 40 and not {name: pair for name, pair in found.items() if pair[0] != pair[1]}

@@ -12,6 +12,8 @@ import transformers
 from hybrid_models import whole_logits
 from safetensors.torch import load_file, save_file
 
+from draftwing.errors import CheckpointError
+from draftwing.models.families import language_model
 from draftwing.models.loader import load_model
 
 TEXT = {
@@ -71,6 +73,9 @@ WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "smolvlm": ("SmolVLM", {"model_type": "llama", **OF_SMOLVLM}, {**INTERN, "image_size": 32, "patch_size": 8}),
     "idefics3": ("Idefics3", {"model_type": "llama", **OF_SMOLVLM}, {**INTERN, "image_size": 32, "patch_size": 8}),
     "aya-vision": ("AyaVision", COHERE2, {**SIGLIP, "model_type": "siglip_vision_model"}),
+    "aya-vision-cohere": (
+        "AyaVision", {"model_type": "cohere", "logit_scale": 0.5}, {**SIGLIP, "model_type": "siglip_vision_model"}
+    ),
     "command-a-vision": ("Cohere2Vision", COHERE2, {**SIGLIP, "model_type": "siglip_vision_model"}),
     "exaone-4.5": ("Exaone4_5_", {"model_type": "exaone4", "sliding_window": 20}, QWEN_SIGHT),
     "minicpm-v-4.6": ("MiniCPMV4_6", DELTA, {**INTERN, "image_size": 56, "patch_size": 14}),
@@ -82,7 +87,7 @@ WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 # The factor of logits, which transformers has in the language model alone, and not in the whole.
-LEFT_OUT = {"aya-vision": 0.5, "command-a-vision": 0.5, "llava-next-granite": 0.25}
+LEFT_OUT = {"aya-vision": 0.5, "aya-vision-cohere": 0.5, "command-a-vision": 0.5, "llava-next-granite": 0.25}
 
 
 @pytest.mark.parametrize("name", WHOLES)
@@ -140,3 +145,17 @@ def test_text_of_models_as_their_authors_publish_them(
     model = load_model(tmp_path, torch.float32, "cpu")
     ids = torch.randint(1, 101, (100,))
     torch.testing.assert_close(whole_logits(model, ids), reference(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["AyaVision", "Cohere2Vision", "LlavaOnevision", "Exaone4_5_", "Qwen3VL", "Lfm3Vl"])
+def test_language_models_of_another_kind_are_refused(name: str) -> None:
+    """Whose text would be wrong; one that is not known is the model's own, unless several kinds are served."""
+    config = getattr(transformers, f"{name}Config")().to_dict()
+    config["architectures"] = [f"{name}ForConditionalGeneration"]
+    for kind, served in ((None, True), ("one_of_its_own", name != "AyaVision"), ("llama", False), ("qwen3_moe", False)):
+        changed = config | {"text_config": config["text_config"] | {"model_type": kind}}
+        if served:
+            assert language_model(changed)["architectures"] == language_model(config)["architectures"]
+        else:
+            with pytest.raises(CheckpointError, match=f"text_config.model_type: expected .*; found {kind!r}"):
+                language_model(changed)

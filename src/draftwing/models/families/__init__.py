@@ -81,11 +81,13 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     key = next((key for key in _INNER if fields.has(key)), None)
     inner = fields if key is None else fields.inner(key)  # older ones have no other
     text = inner.get("model_type") if inner is not fields else None  # None: it is the first of several
+    others = {family.model_type for family in FAMILIES.values()}
     for architecture, _, whole in found:
-        if not whole.text or text in (None, whole.text):
+        own = whole.text or FAMILIES[architecture].model_type
+        if text in (None, own) or not (whole.text or text in others):
             outer = {key: config[key] for key in _OF_BOTH if config.get(key) is not None}
             return {**whole.defaults, **dict(inner.items()), **outer, "architectures": [architecture]}
-    served = ", ".join(whole.text for _, _, whole in found)
+    served = ", ".join(whole.text or FAMILIES[architecture].model_type for architecture, _, whole in found)
     raise CheckpointError(f"{found[0][1]}: {key}.model_type: expected one of {served}; found {show(text)}")
 
 

@@ -33,7 +33,6 @@ _COHERE: dict[str, Any] = {
     },
 }  # fmt: skip
 FAMILIES = {
-    "CohereForCausalLM": Family("cohere", **_COHERE, theta=5e5, gguf=InGGUF("command-r", fields=_metadata)),
     "Cohere2ForCausalLM": Family(
         "cohere2",
         **_COHERE,
@@ -41,9 +40,16 @@ FAMILIES = {
         window_pattern=4,
         nope=_nope,
         wholes={
-            "AyaVisionForConditionalGeneration": Whole("aya_vision", {}),
+            "AyaVisionForConditionalGeneration": Whole("aya_vision", {}, "cohere2"),
             "Cohere2VisionForConditionalGeneration": Whole("cohere2_vision", {}),
         },
         gguf=InGGUF("cohere2", fields=_metadata),
+    ),
+    "CohereForCausalLM": Family(
+        "cohere",
+        **_COHERE,
+        theta=5e5,
+        wholes={"AyaVisionForConditionalGeneration": Whole("aya_vision", {}, "cohere")},
+        gguf=InGGUF("command-r", fields=_metadata),
     ),
 }

@@ -71,7 +71,9 @@ FAMILIES = {
     "CwmForCausalLM": Family(
         "cwm", qkv_bias=False, o_bias=False, head_dim=128, theta=1e6, sliding_window=8192, keys=_cwm_keys
     ),
-    "HeliumForCausalLM": Family("helium", o_bias=False, head_dim=128, eps=1e-8, wide_norms=True, rope_interleaved=True),
+    "HeliumForCausalLM": Family(
+        "helium", o_bias=False, head_dim=128, theta=1e5, eps=1e-8, wide_norms=True, rope_interleaved=True
+    ),
     "Ministral3ForCausalLM": Family(
         "ministral3",
         qkv_bias=False,
