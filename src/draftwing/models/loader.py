@@ -44,6 +44,7 @@ from draftwing.models.quantised.cuts import DenseCut, stored_cuts
 from draftwing.models.quantised.read import KVScales, assembled
 from draftwing.models.weight_map import (
     MTP_PREFIXES,
+    OTHER_SENSES,
     canonical,
     checkpoint_names,
     is_elsewhere,
@@ -58,12 +59,6 @@ from draftwing.parallel.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 _MODELOPT = "hf_quant_config.json"  # where ModelOpt says how weights are quantised, if config.json does not
-# Of the tensors that models for images and sound read these with.
-_OTHER_SENSES = (
-    "model.visual.", "model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
-    "model.vision_embedder.", "model.multi_modal_projector.", "model.mm_projector.", "model.vision_model.",
-    "model.connector.", "model.mlp1.",
-)  # fmt: skip
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Hugging Face name with its `model.` prefix; on the CPU, in blocks where the parameter's format takes them
@@ -280,7 +275,7 @@ def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> 
     what reads images and hears."""
     aside = size = unserved = 0
     for name, value in tensors:
-        if name.startswith(_OTHER_SENSES):
+        if name.startswith(OTHER_SENSES):
             aside, size = aside + 1, size + value.nbytes
         elif name.startswith(MTP_PREFIXES):
             unserved += not predicts(name, config)

@@ -24,6 +24,12 @@ from draftwing.parallel.shares import width_share
 MTP_LAYERS = "model.mtp_layers."  # of which there may be several
 MTP = "model.mtp."  # of the one that reads the embedding first
 MTP_PREFIXES = MTP_LAYERS, MTP
+# Of the tensors that models for images and sound read these with.
+OTHER_SENSES = (
+    "model.visual.", "model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
+    "model.vision_embedder.", "model.multi_modal_projector.", "model.mm_projector.", "model.vision_model.",
+    "model.connector.", "model.mlp1.",
+)  # fmt: skip
 # Of models that number a prediction layer behind their own: what it has below `model.layers.N` besides a layer, and
 # below `model.mtp`, as this package names it.
 _NEXTN_NAMES = {

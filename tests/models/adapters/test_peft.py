@@ -171,8 +171,27 @@ def test_what_reads_images_takes_none(tmp_path: Path, kind: str) -> None:
     empty = {name: value * ("lora_A" in name) for name, value in factors.items()}
     expected = seeing.fit(read_folder(own, MOST)).factors
     assert expected and seeing.fit(read_folder(changed(both, **empty), MOST)).factors.keys() == expected.keys()
-    assert "what reads images" in refusal(changed(both, **factors), seeing)
+    assert "what reads images or sound" in refusal(changed(both, **factors), seeing)
     assert seeing.fit(read_folder(changed(more, **empty), MOST)).rank == 1  # which adds nothing at all
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "model.vision_tower.encoder.layers.0.self_attn.q_proj", "vision_tower.encoder.layers.0.self_attn.q_proj",
+        "model.audio_tower.layers.0.q_proj", "model.visual.blocks.0.attn.q_proj", "model.embed_audio.q_proj",
+    ],
+)  # fmt: skip
+def test_what_is_not_served_of_a_model_takes_none(
+    tiny: Path, tmp_path: Path, targets: AdapterTargets, module: str
+) -> None:
+    """As of models for images or sound whose text alone is served."""
+    own = write_adapter(tmp_path / "own", tiny, targets=ATTENTION, shapes=shapes_in(targets))
+    both = write_adapter(tmp_path / "both", tiny, targets=ATTENTION, shapes=shapes_in(targets) | {module: (24, 16)})
+    factors = {name: value for name, value in load_file(both / WEIGHTS).items() if module in name}
+    assert "what reads images or sound" in refusal(both, targets)
+    found = targets.fit(read_folder(changed(both, **{k: v * ("lora_A" in k) for k, v in factors.items()}), MOST))
+    assert found.factors.keys() == targets.fit(read_folder(own, MOST)).factors.keys()
 
 
 def shapes_in(targets: AdapterTargets) -> dict[str, tuple[int, int]]:

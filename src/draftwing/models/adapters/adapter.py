@@ -22,7 +22,7 @@ from draftwing.models.adapters.image import SlotLayout, SpareMemory, all_finite,
 from draftwing.models.apart import of_state_space
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import EXPERTS, DecoderModel
-from draftwing.models.weight_map import checkpoint_names
+from draftwing.models.weight_map import OTHER_SENSES, checkpoint_names
 from draftwing.ops.adapters.spec import SIZES, AdapterWeights
 from draftwing.ops.table import LayerOps
 from draftwing.parallel.ranks import ALONE, Ranks
@@ -127,7 +127,6 @@ class AdapterTargets:
         self.config = config
         latents = (one.mixer for one in config.layers if isinstance(one.mixer, LatentAttentionConfig))
         self._latents, self._wide = next(latents, None), wide
-        self._tower = () if config.tower is None else config.tower.prefixes
         own, linears, merged = _matrices(config, ranks), model.adaptable(wide), model.merged()
         every = _matrices(config, ALONE)
         self._every = every.keys()
@@ -175,7 +174,7 @@ class AdapterTargets:
         Raises CheckpointError for one of another model, or of matrices that take none."""
         factors: dict[str, Factors] = {}
         for module, one in adapter.factors.items():
-            if module.startswith(self._tower) and not one.up.any():
+            if module.startswith(OTHER_SENSES) and not one.up.any():
                 continue  # was made with all others, and not trained
             for name, own in self._apart(module, one):
                 if name in factors:
@@ -229,9 +228,9 @@ class AdapterTargets:
                 f"{name}: slots have no room for adapters of {kind}: it is set aside where one of --lora-modules has "
                 "such matrices; expected this adapter there, or one without them"
             )
-        if name.startswith(self._tower):
+        if name.startswith(OTHER_SENSES):
             return (
-                f"{name}: adapters of what reads images are not served, unless they add nothing; expected "
+                f"{name}: adapters of what reads images or sound are not served, unless they add nothing; expected "
                 "target_modules of the language model alone"
             )
         if name in self._every:
