@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from fake_engine import FakeEngine
 from starlette.testclient import TestClient
 
+from draftwing.config.adapters import AdapterCard
 from draftwing.core import Output
 from draftwing.engine.admission import EngineInfo
 from draftwing.engine.heartbeat import Heartbeat
@@ -119,6 +122,46 @@ async def silent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[AsyncEn
 
     bridge.start()
     yield bridge, die
+    await bridge.stop()
+
+
+def card(name: str, digest: str = "") -> AdapterCard:
+    return AdapterCard(name, f"/adapters/{name}", digest or name, 4, "")
+
+
+async def test_what_a_new_engine_is_asked_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First, at once and before any request, to unload what others have replaced; then to load, one by one, what is
+    still to be served: clients unload and replace adapters meanwhile."""
+    info = dataclasses.replace(FakeEngine().info, adapters=[card(name) for name in "abcd"])
+
+    class Link(SilentLink):
+        def wait_ready(self) -> EngineInfo:
+            return info
+
+    monkeypatch.setattr(CrashHistory, "back_off", lambda self, now: 0.0)
+    bridge = AsyncEngine(info, Link(), Link)  # type: ignore[arg-type]
+    bridge.start()
+    del bridge.adapters["b"]
+    bridge.adapters |= {name: card(name, "another") for name in ("c", "a", "e", "f", "g")}
+    dead: Any = bridge.link
+    dead.listener.died("a test")
+    while bridge.link is dead or not bridge.healthy:
+        await asyncio.sleep(0)
+    link: Any = bridge.link
+    assert sorted(one.args[0] for one in link.sent if one.method == "unload_adapter") == ["a", "b", "c"]
+    gone = asyncio.ensure_future(bridge.unload_adapter("e"))
+    other = asyncio.ensure_future(bridge.load_adapter("f", Path("/adapters/other"), True))
+    answered = 0
+    for _ in range(50):
+        await asyncio.sleep(0.01)
+        for one in link.sent[answered:]:
+            found = card(one.args[0], str(one.args[1])) if one.method == "load_adapter" else None
+            link.listener.reply(Reply(one.number, found))
+            answered += 1
+    await asyncio.gather(gone, other)
+    loaded = [(one.args[0], str(one.args[1])) for one in link.sent if one.method == "load_adapter"]
+    assert [one for one in loaded if one[0] in "ef"] == [("f", "/adapters/other")]
+    assert sorted(name for name, _ in loaded) == ["a", "c", "f", "g"] and "d" in bridge.adapters
     await bridge.stop()
 
 

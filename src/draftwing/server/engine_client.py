@@ -254,12 +254,12 @@ class AsyncEngine:
         are gone is left out."""
         theirs = {card.name: card.digest for card in self.info.adapters}
         there = {card.name for card in self.adapters.values() if theirs.get(card.name) == card.digest}
+        for name in theirs.keys() - there:  # before any request comes: they would answer in place of others
+            self.link.send(Ask(next(self._numbers), "unload_adapter", (name,)))
         try:
-            for name in theirs.keys() - there:  # at first: they would answer in place of others
-                with contextlib.suppress(NotFound):
-                    await self._ask("unload_adapter", name)
             for card in [card for name, card in self.adapters.items() if name not in there]:
-                await self._load_again(card)
+                if self.adapters.get(card.name) is card:  # else it was unloaded or replaced meanwhile
+                    await self._load_again(card)
         except EngineDead:
             return  # the next engine is asked for all of them
 
