@@ -87,3 +87,12 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(encoded(picture(300, 200))[:9000])
     with Image.open(tmp_path / "a.png") as given, pytest.raises(RequestError, match="here: the picture cannot be read"):
         seen(given)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "TIFF"])
+def test_a_file_that_is_closed(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "a").write_bytes(encoded(SHOWN, kind))
+    with Image.open(tmp_path / "a") as given:
+        pass
+    with pytest.raises(RequestError, match="here: the picture cannot be read: "):
+        seen(given)

@@ -63,6 +63,9 @@ def _as_png(given: Any, where: str) -> bytes:
             clear = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA"}
             picture = picture.convert(clear.get(picture.mode, "RGB"))
         picture.save(out, "PNG", compress_level=1)
-    except (OSError, ValueError, TypeError) as error:
-        raise RequestError(f"{where}: the picture cannot be read: {error}", "messages") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # what Pillow raises of a file that is broken, or closed
+        why = str(error) or type(error).__name__
+        raise RequestError(f"{where}: the picture cannot be read: {why}", "messages") from None
     return out.getvalue()
