@@ -204,10 +204,9 @@ def measure(run: Run, case: Case, servers: dict[str, Server]) -> None:
     works = list(case.load.works(random_models.vocabulary(random_models.MODELS[case.model].target)))
     refused: set[tuple[str, str]] = set()
     for number in range(-1, run.args.rounds):
-        names = list(servers)
-        for work in works:
-            names.append(names.pop(0))
-            for name in names:
+        for place, work in enumerate(works):
+            first = (number + place) % len(servers)
+            for name in (*servers, *servers)[first : first + len(servers)]:
                 server = servers[name]
                 if server.process.poll() is not None or (name, work.label) in refused:
                     continue

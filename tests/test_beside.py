@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -361,6 +361,22 @@ def test_a_refused_wave_is_left_out_and_others_count(words: Any, tmp_path: Path)
     assert [line["wave"] for line in peer if "rate" in line] == ["2 x 20, new"] * 2
     (failed,) = (line for line in peer if "failed" in line)
     assert failed["wave"] == "2 x 40, new" and "too long for me" in failed["failed"]
+
+
+def test_each_round_has_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no server is always asked first for a wave."""
+    first: dict[tuple[str, int], str] = {}
+    monkeypatch.setattr(
+        beside, "ask", lambda run, case, server, work, number: first.setdefault((work.label, number), server.name) != ""
+    )
+    running = SimpleNamespace(poll=lambda: None)
+    servers = {name: SimpleNamespace(name=name, process=running) for name in ("ours", "peer")}
+    for case in (PLAIN, TINY, PLAIN._replace(load=Waves((Wave(2, 0.0),) * 3, ((20, 24),), (False,)))):
+        first.clear()
+        beside.measure(SimpleNamespace(args=SimpleNamespace(rounds=4)), case, servers)
+        for label in {label for label, _ in first}:
+            order = [first[label, number] for number in range(4)]
+            assert order in (["ours", "peer"] * 2, ["peer", "ours"] * 2)
 
 
 def test_models_are_dropped_after_their_last_case(words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
