@@ -214,6 +214,38 @@ def test_adapters_come_and_go(url: str, texts: dict[str, str]) -> None:
     assert gone.status_code == 404 and "'first'" in gone.text
 
 
+def test_a_name_that_clients_of_ollama_write_behind_the_models(url: str, texts: dict[str, str]) -> None:
+    assert post(url, LOAD, lora_name="latest", lora_path="second").status_code == 200
+    try:
+        for name, found in (("base:latest", ""), ("latest", "second"), ("base:first:latest", "first")):
+            assert completed(url, name).json()["choices"][0]["text"] == texts[found]
+    finally:
+        assert post(url, UNLOAD, lora_name="latest").status_code == 200
+
+
+def test_metrics_tell_how_often_slots_change(url: str) -> None:
+    """Which a third adapter needs where two have slots, and one that has one does not."""
+
+    def numbers() -> dict[str, float]:
+        lines = httpx.get(f"{url}/metrics", headers=BOSS).text.splitlines()
+        named = (line.split(" ") for line in lines if line.startswith("draftwing:adapter"))
+        return {name.partition("{")[0].removeprefix("draftwing:"): float(value) for name, value in named}
+
+    for name in ("second", "third"):
+        assert post(url, LOAD, lora_name=name, lora_path=name).status_code == 200
+    for name in ("first", "second", "third"):
+        assert completed(url, name).status_code == 200
+    time.sleep(1.1)  # for which numbers may be those of before
+    before = numbers()
+    assert before["adapters"] == 3 and before["adapters_on_device"] == 2
+    for name in ("third", "second", "third", "first"):
+        assert completed(url, name).status_code == 200
+    time.sleep(1.1)
+    assert numbers() == before | {"adapter_loads_total": before["adapter_loads_total"] + 1}
+    for name in ("second", "third"):
+        assert post(url, UNLOAD, lora_name=name).status_code == 200
+
+
 def test_changed_files_are_another_adapter(url: str, folder: Path, texts: dict[str, str]) -> None:
     model, place = folder / "tiny", folder / "below/changing"
     write_adapter(place, model, 2, strength=3.0)

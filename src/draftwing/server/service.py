@@ -377,8 +377,8 @@ class Service:
 
     def adapter_of(self, asked: str | None) -> str | None:
         """Returns the adapter that a model's name stands for: its own name, or that behind the model's and a colon."""
-        if asked is None or not self.engine.adapters:
-            return None
+        if asked is None or not self.engine.adapters or asked.removesuffix(":latest") in self.names:
+            return None  # clients of Ollama write `:latest` behind the model's name, which an adapter may be called
         for name in (asked, asked.removesuffix(":latest")):
             behind = (name.removeprefix(f"{model}:") for model in self.names)
             if (found := next((one for one in (name, *behind) if one in self.engine.adapters), None)) is not None:

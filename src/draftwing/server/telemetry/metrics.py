@@ -94,6 +94,9 @@ draftwing:snapshot_hits_total snapshot_hits: requests that began with one, those
 draftwing:snapshot_evictions_total snapshot_evictions: snapshots that made room for others
 draftwing:host_cache_bytes host_cache_bytes: bytes of cached prefixes in host memory (`--hicache-size`)
 draftwing:host_cache_tokens_total host_cache_tokens: prompt tokens that came from there
+draftwing:adapters adapters: adapters (LoRA) that requests may have; where some are served, as the next two
+draftwing:adapters_on_device adapters_on_device: adapters in slots of the device; several as one are one of them
+draftwing:adapter_loads_total adapter_loads: copies of adapters into slots; many where more are in use than have one
 draftwing:stale_rows_total stale_rows: results of steps whose request had already ended
 draftwing:spec_drafts_total{drafter} drafts_by: drafts: one per request and step with any proposed token
 draftwing:spec_proposed_tokens_total{drafter} proposed_by: proposed tokens: all live nodes of the trees; \
