@@ -219,7 +219,7 @@ def test_another_program_at_the_address_is_told_in_a_sentence(
             assert error.startswith("draftwing: error: ") and error.count("\n") == 1, error
 
 
-MODELS = b"""{"context_length": 7, "data": [{"id": "a b", "status": {}}, {"id": "c/d", "aliases": ["e"]}]}
+MODELS = b"""{"context_length": 7, "data": [{"id": "a b", "aliases": null}, {}, 5, {"id": "c/d", "aliases": ["e"]}]}
 
 data: {"choices": []}
 

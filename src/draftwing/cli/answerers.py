@@ -57,7 +57,8 @@ class Remote:
         if answer.get("data") == []:
             raise ServerError("the server has no models")
         part(answer, ("data", 0, "id"), "/v1/models")
-        names = [str(name) for card in answer["data"] for name in (card["id"], *card.get("aliases", ()))]
+        cards = [card for card in answer["data"] if isinstance(card, dict) and "id" in card]
+        names = [str(name) for card in cards for name in (card["id"], *(card.get("aliases") or ()))]
         if model is not None and model not in names:
             raise ServerError(f"the server has no model {model!r}; it has {listed(names)}")
         self.info: Mapping[str, Any] = {"served_model_name": model or names[0]}
