@@ -3,12 +3,12 @@ how a server answers that has no other one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import httptools
 
-Headers = Iterable[tuple[bytes, bytes]]
+Headers = Sequence[tuple[bytes, bytes]]
 
 
 class PlainParser(httptools.HttpRequestParser):
@@ -28,9 +28,9 @@ class PlainParser(httptools.HttpRequestParser):
 
     def sets_aside(self, target: bytes, headers: Headers) -> bool:
         """Returns whether the request whose headers have come asks for an upgrade, and is not to begin yet."""
-        others = [(name, value) for name, value in headers if name != b"upgrade"]
-        if self.should_upgrade() and len(others) < len(list(headers)):  # else it is CONNECT
+        if self.should_upgrade() and any(name == b"upgrade" for name, _ in headers):  # else it is CONNECT
             first = b"%s %s HTTP/%s\r\n" % (self.get_method(), target, self.get_http_version().encode())
+            others = (one for one in headers if one[0] != b"upgrade")
             self.aside = first + b"".join(b"%s: %s\r\n" % one for one in others) + b"\r\n"
         return bool(self.aside)
 
