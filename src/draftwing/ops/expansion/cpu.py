@@ -207,7 +207,7 @@ class CpuExpansionOps(ExpansionOps):
         logits = logits.contiguous()
         names = None if target_ids is None or key is None else target_ids.contiguous()
         noise = [None] * 3 if key is None else [part.contiguous() for part in key]
-        scratch = torch.empty(self.workers.most, 2, vocab + 15, dtype=torch.float32)
+        scratch = torch.empty(self.workers.most, vocab + 15, dtype=torch.float32)
         ids, logp = ints(nodes, topk), torch.empty(nodes, topk, dtype=torch.float32)
         self.raw.top_tokens(
             ids, logp, topk, logits, logits.dtype == torch.bfloat16, batch, nodes // batch, vocab, *noise, names,

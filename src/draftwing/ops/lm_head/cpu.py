@@ -47,8 +47,8 @@ class CpuLogitOps(LogitOps):
             return super().cluster_tokens(scores, chosen, ordering)
         scores, (rows, count), each = scores.contiguous(), scores.shape, len(ordering) // scores.shape[1]
         assert 0 < chosen <= count and ordering.is_contiguous() and ordering.dtype == torch.int64
-        out, best = ordering.new_empty(rows, chosen * each), torch.empty(chosen, dtype=torch.float32)
-        self.raw.cluster_tokens(out, scores, scores.dtype == torch.bfloat16, rows, count, chosen, ordering, each, best)
+        out, wide = ordering.new_empty(rows, chosen * each), torch.empty(count, dtype=torch.float32)
+        self.raw.cluster_tokens(out, scores, scores.dtype == torch.bfloat16, rows, count, chosen, ordering, each, wide)
         return out
 
     def spread_logits(self, found: Tensor, ids: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:

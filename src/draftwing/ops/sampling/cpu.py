@@ -201,7 +201,7 @@ class CpuSamplingOps(SamplingOps):
         seed, position = seed.contiguous(), position.contiguous()
         stride = 0
         if token_ids is not None:
-            token_ids = token_ids.to(torch.int32)
+            token_ids = token_ids.long()
             if token_ids.dim() > 1:
                 token_ids, stride = token_ids.expand(batch, nodes, size), size
             token_ids = token_ids.contiguous()
@@ -215,8 +215,8 @@ def _arguments_of(edits: Edits) -> tuple[Any, ...]:
     (_, nodes, width), biases = edits.path.shape, edits.bias_ids.shape[1]
     assert edits.tokens.shape[1] == nodes and edits.penalties.shape[1] == 3
     rows, history, prompt_len, penalties, bias_ids, bias_values, costs, tokens, path, path_len = edits
-    read = rows, history, history.shape[1], prompt_len, penalties, bias_ids, bias_values, biases
-    return *read, tokens, nodes, path, width, path_len, costs, costs.shape[1] - 1
+    read = rows, history, history.shape[1], prompt_len, penalties, bias_ids, bias_values, biases, costs
+    return *read, costs.shape[1] - 1, None, None, tokens, width, path, path_len, nodes
 
 
 class CpuLogitEditor:
@@ -237,9 +237,9 @@ class CpuLogitEditor:
         self._held = rows
         prompt_len, penalties, bias_ids, bias_values, costs = addresses(own)
         self._numbers = (
-            rows.data_ptr(), table.tokens.data_ptr(), table.tokens.shape[1], table.kv_len.data_ptr(), prompt_len,
-            penalties, bias_ids, bias_values, edits.bias_ids.shape[1],
-            0 if draft_ids is None else draft_ids.data_ptr(), costs, edits.costs.shape[1] - 1,
+            rows.data_ptr(), table.tokens.data_ptr(), table.tokens.shape[1], prompt_len, penalties, bias_ids,
+            bias_values, edits.bias_ids.shape[1], costs, edits.costs.shape[1] - 1,
+            0 if draft_ids is None else draft_ids.data_ptr(), table.kv_len.data_ptr(),
         )  # fmt: skip
         self._above = ints(self.batch, 0)  # [B * K, D] tokens from below the root down to each node of the level
 

@@ -30,6 +30,7 @@ typedef struct {
     Adapted of;
     Team team;
     Rounded rounded; /* x */
+    Adapting with;
     int64_t *taken;
 } Adapters;
 
@@ -63,7 +64,7 @@ static void some_dots(const Adapted *a, const void *x, int64_t x_at, int64_t slo
                       int64_t half, float *between) {
     const int64_t mine = slot * a->slices + slice, left = a->ranks[mine] - first, at = mine * a->rank + first;
     if (left <= 0) return;
-    const int64_t count = left < DOTS ? left : DOTS;
+    const int64_t count = least(left, DOTS);
     float *to = between + slice * a->rank + first;
     BY_HALVES(half, a->type, any_dots, a, x, x_at, at, count, a->scales[mine], to);
 }
@@ -101,7 +102,7 @@ INLINE void add(const Adapted *a, void *y, int64_t y_at, int64_t slot, int64_t s
 static void add_some(const Adapted *a, void *y, int64_t y_at, int64_t slot, const float *between, int64_t first,
                      int64_t last, int64_t half) {
     for (int64_t slice = 0, begin = 0; slice < a->slices; begin = a->ends[slice++]) {
-        const int64_t end = last < a->ends[slice] ? last : a->ends[slice], from = first > begin ? first : begin;
+        const int64_t end = least(last, a->ends[slice]), from = most(first, begin);
         if (from >= end) continue;
         BY_HALVES(half, a->type, add, a, y, y_at, slot, slice, between, from, end);
     }
@@ -111,13 +112,25 @@ static void add_some(const Adapted *a, void *y, int64_t y_at, int64_t slot, cons
 static int64_t units_of(const Adapted *a) {
     return a->slices * (a->type == IN_8_BITS ? a->rank / 16 : (a->rank + DOTS - 1) / DOTS);
 }
-/* Unit `unit` of them, of rows [from, to). */
-static void down_unit(const Adapted *a, const Adapting *of, int64_t x_stride, int64_t unit, int64_t from, int64_t to) {
-    const int64_t groups = (a->rank + DOTS - 1) / DOTS;
-    for (int64_t row = from; row < to; row++)
+/* Unit `unit` of them, of rows from `from` on, up to ROWS. sums: see `down_8_bits`. */
+static void down_rows(const Adapted *a, const Adapting *of, int64_t x_stride, int64_t unit, int64_t from, float *sums) {
+    const int64_t groups = (a->rank + DOTS - 1) / DOTS, to = least(from + ROWS, of->rows);
+    if (a->type == IN_8_BITS) down_8_bits(a, of->slots, of->small, unit, from, to, sums, of->between);
+    for (int64_t row = from; row < to && a->type != IN_8_BITS; row++)
         if (of->slots[row])
             some_dots(a, of->x, row * x_stride, of->slots[row] - 1, unit / groups, unit % groups * DOTS, of->half,
                       (float *)of->between + row * a->slices * a->rank);
+}
+/* Outputs [first, last) of rows from `from` on, up to ROWS. */
+static void up_rows(const Adapted *a, const Adapting *of, void *y, int64_t y_stride, int64_t from, int64_t first,
+                    int64_t last) {
+    const int64_t to = least(from + ROWS, of->rows);
+    if (a->type == IN_8_BITS)
+        up_8_bits(a, of->slots, of->between, of->rows, from, to, first, last, y, y_stride, of->half);
+    for (int64_t row = from; row < to && a->type != IN_8_BITS; row++)
+        if (of->slots[row])
+            add_some(a, y, row * y_stride, of->slots[row] - 1, (float *)of->between + row * a->slices * a->rank, first,
+                     last, of->half);
 }
 
 int64_t adapter_bytes(const Adapted *a, int64_t rows) {
@@ -126,47 +139,21 @@ int64_t adapter_bytes(const Adapted *a, int64_t rows) {
 }
 int64_t adapter_units(const Adapted *a) { return a ? units_of(a) : 0; }
 void adapter_down(const Adapted *a, const Adapting *of, int64_t unit) {
-    for (int64_t row = 0; row < of->rows; row += ROWS) {
-        const int64_t end = row + ROWS < of->rows ? row + ROWS : of->rows;
-        if (a->type == IN_8_BITS) down_8_bits(a, of->slots, of->small, unit, row, end, NULL, of->between);
-        else down_unit(a, of, a->inputs, unit, row, end);
-    }
+    for (int64_t row = 0; row < of->rows; row += ROWS) down_rows(a, of, a->inputs, unit, row, NULL);
 }
 void adapter_up(const Adapted *a, const Adapting *of, void *y, int64_t from, int64_t to) {
-    if (!a) return;
-    for (int64_t row = 0; row < of->rows && a->type == IN_8_BITS; row += ROWS)
-        up_8_bits(a, of->slots, of->between, of->rows, row, row + ROWS < of->rows ? row + ROWS : of->rows, from, to, y,
-                  a->outputs, of->half);
-    for (int64_t row = 0; row < of->rows && a->type != IN_8_BITS; row++)
-        if (of->slots[row])
-            add_some(a, y, row * a->outputs, of->slots[row] - 1, (float *)of->between + row * a->slices * a->rank, from,
-                     to, of->half);
+    for (int64_t row = 0; a && row < of->rows; row += ROWS) up_rows(a, of, y, a->outputs, row, from, to);
 }
 
 /* Unit: some rows of `down` with some rows of x. */
 static void some_down(const Adapters *j, int64_t number) {
-    const Adapted *a = &j->of;
-    const Adapting of = {.slots = j->slots, .x = j->x, .between = j->between, .half = j->half};
-    const int64_t each = units_of(a), unit = number % each, from = number / each * ROWS;
-    const int64_t to = from + ROWS < j->rows ? from + ROWS : j->rows;
-    if (a->type == IN_8_BITS)
-        down_8_bits(a, j->slots, &j->rounded, unit, from, to, j->parts & 2 ? NULL : j->between, j->small);
-    else down_unit(a, &of, j->x_stride, unit, from, to);
+    const int64_t each = units_of(&j->of);
+    down_rows(&j->of, &j->with, j->x_stride, number % each, number / each * ROWS, j->parts & 2 ? NULL : j->between);
 }
 /* Unit: some outputs of some rows. */
 static void some_up(const Adapters *j, int64_t unit) {
-    const Adapted *a = &j->of;
-    const int64_t each = (a->outputs + OUTPUTS - 1) / OUTPUTS, block = unit / each, first = unit % each * OUTPUTS;
-    const int64_t last = first + OUTPUTS < a->outputs ? first + OUTPUTS : a->outputs;
-    const int64_t from = block * ROWS, to = from + ROWS < j->rows ? from + ROWS : j->rows;
-    if (a->type == IN_8_BITS) {
-        up_8_bits(a, j->slots, j->small, j->rows, from, to, first, last, j->y, j->y_stride, j->half);
-        return;
-    }
-    for (int64_t row = from; row < to; row++)
-        if (j->slots[row])
-            add_some(a, j->y, row * j->y_stride, j->slots[row] - 1, j->between + row * a->slices * a->rank, first, last,
-                     j->half);
+    const int64_t outputs = j->of.outputs, each = (outputs + OUTPUTS - 1) / OUTPUTS, first = unit % each * OUTPUTS;
+    up_rows(&j->of, &j->with, j->y, j->y_stride, unit / each * ROWS, first, least(first + OUTPUTS, outputs));
 }
 /* A thread's share of the rows in 8 bits: x, or what lies between the products. */
 static void round_rows(const Adapters *j, const Member *me, Ahead *next) {
@@ -204,6 +191,8 @@ static void adapters(int64_t *n) {
     int64_t taken[2 * j->workers->most * TAKEN];
     memset(taken, 0, sizeof taken);
     j->taken = taken;
+    void *between = of->type == IN_8_BITS ? (void *)j->small : j->between;
+    j->with = (Adapting){j->slots, j->x, &j->rounded, between, j->rows, j->half};
     if (of->type == IN_8_BITS)
         j->rounded = rounded_at((char *)j->small + adapter_bytes(of, j->rows), j->rows, of->inputs);
     const int64_t work = j->rows * of->rank * (of->slices * of->inputs + of->outputs);

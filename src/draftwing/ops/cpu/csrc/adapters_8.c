@@ -11,12 +11,11 @@
 #define UP_BYTES (PANEL_OUTPUTS * FACTORS + 2 * PANEL_OUTPUTS)
 
 void round_sums(Sixteen *to, const float *sums) {
-    const vf magic = splat(12582912.0f), u = loadf(sums); /* as `round_blocks` has it */
+    const vf u = loadf(sums);
     const vi sizes = (vi)u & 0x7fffffff;
     float scale, inverse;
     const int lost = scale_of(largest_of(sizes, sizes), &scale, &inverse);
-    vi q = (vi)(u * splat(inverse) + magic) - (vi)magic;
-    if (lost) q = (vi){0};
+    const vi q = lost ? (vi){0} : nearest(u * splat(inverse));
     const byte_half bytes = bytes_of(q);
     memcpy(to->bytes, &bytes, sizeof bytes);
     to->scale = scale;
@@ -124,7 +123,7 @@ void up_8_bits(const Adapted *a, const int64_t *slots, const Sixteen *small, int
         end = alike(slots, row, to);
         if (!slots[row]) continue;
         for (int64_t slice = 0, begin = 0; slice < a->slices; begin = a->ends[slice++]) {
-            const int64_t o = first > begin ? first : begin, stop = last < a->ends[slice] ? last : a->ends[slice];
+            const int64_t o = most(first, begin), stop = least(last, a->ends[slice]);
             const int64_t slot = slots[row] - 1, blocks = (a->ranks[slot * a->slices + slice] + FACTORS - 1) / FACTORS;
             const uint8_t *at = (const uint8_t *)a->up + (slot * panels + o / PANEL_OUTPUTS) * panel;
             const Sixteen *u = small + slice * each * rows + row;

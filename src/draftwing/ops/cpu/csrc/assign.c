@@ -22,11 +22,8 @@ static void rank(int64_t *n) {
         for (int64_t node = 0; node < n[8]; node++, i++) {
             const int64_t mine = grade ? grade[i] : 0;
             survival[i] = node ? 0 : 1;
-            if (node && alive[i] && rows[b] != n[9]) {
-                const int64_t cell = cell_of(mine, depth[i]);
-                const float share = accepted[cell] / seen[cell];
-                survival[i] = survival[b * n[8] + parent[i]] * (share < SURE ? share : SURE);
-            }
+            if (node && alive[i] && rows[b] != n[9])
+                survival[i] = survival[b * n[8] + parent[i]] * share_right(seen, accepted, mine, depth[i]);
             mark[i] = depth[i] + (mine / LEVELS << MARK_SOURCE) + ((int64_t)(survival[i] * MARK_ONE) << MARK_SURVIVAL);
             if (alive[i]) mark[i] |= MARK_VERIFIED;
         }

@@ -55,10 +55,6 @@ INLINE float steps(float greatest, float codes, float *scale) {
     *scale = finite ? greatest / codes : NAN;
     return finite && greatest >= 1e-30f ? codes / greatest : 0.0f;
 }
-INLINE vi nearest(vf x) { /* of up to 2^22 */
-    const vf magic = splat(12582912.0f);
-    return (vi)(x + magic) - (vi)magic;
-}
 
 void round_row(char *to, const float *x, int64_t dim) {
     float padded[MOST_DIM], scale;

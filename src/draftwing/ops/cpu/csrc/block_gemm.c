@@ -222,13 +222,12 @@ Rounded rounded_at(void *memory, int64_t rows, int64_t inputs) {
 /* Sizes are compared as whole numbers, as which floats above 0 have the same order, and what is infinite or no number
    comes last. It must not get lost: a block with it has no number as its scale. */
 INLINE void round_blocks(const Rounded *to, const void *x, int64_t row, int64_t from, int64_t end, const int half) {
-    const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number, in the low bits */
     for (int64_t b = from / BLOCK; b < end / BLOCK; b++) {
         const int64_t at = row * to->inputs + b * BLOCK, place = b * to->rows + row;
         const vf low = load(x, at, LANES, half), high = load(x, at + LANES, LANES, half);
         float scale, inverse;
         const int lost = scale_of(largest_of((vi)low & 0x7fffffff, (vi)high & 0x7fffffff), &scale, &inverse);
-        vi a = (vi)(low * splat(inverse) + magic) - (vi)magic, c = (vi)(high * splat(inverse) + magic) - (vi)magic;
+        vi a = nearest(low * splat(inverse)), c = nearest(high * splat(inverse));
         if (lost) a = c = (vi){0};
         const byte_half bytes = bytes_of(a), others = bytes_of(c);
         memcpy(to->bytes + place * BLOCK, &bytes, sizeof bytes);
@@ -263,12 +262,12 @@ void multiply_blocks(const Product *p, int64_t from, int64_t to) {
     for (int64_t i = 0; i < blocks[0]; i++) {
         const Part part = part_of(blocks, i);
         const int64_t bytes = panel_bytes(kind_of(part.type), p->inputs), end = part.first + part.outputs;
-        int64_t output = from > part.first ? from : part.first;
+        int64_t output = most(from, part.first);
         for (; output < to && output < end; output += PANEL_OUTPUTS) {
             const uint8_t *at = part.panels + (output - part.first) / PANEL_OUTPUTS * bytes;
-            const int64_t count = end - output < PANEL_OUTPUTS ? end - output : PANEL_OUTPUTS;
+            const int64_t count = least(end - output, PANEL_OUTPUTS);
             for (int64_t row = 0; row < p->rows; row += TILE) {
-                const int64_t rows = p->rows - row < TILE ? p->rows - row : TILE;
+                const int64_t rows = least(p->rows - row, TILE);
                 float sums[TILE][PANEL_OUTPUTS];
                 memset(sums, 0, (size_t)rows * sizeof *sums);
                 panel(part.type, &p->rounded, at, row, rows, sums);

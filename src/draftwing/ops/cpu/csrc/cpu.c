@@ -158,7 +158,7 @@ INLINE void rope_row(const Rows *r, int64_t i, int64_t from_head, int64_t to_hea
         norm_row(&norm, 0, half);
         if (is_key) keep_row(key, from, wide, dim, half, kv_type);
     }
-    for (int64_t h = from_head > turned ? from_head : turned; h < to_head; h++) {
+    for (int64_t h = most(from_head, turned); h < to_head; h++) {
         char *value = slot + (2 * (h - turned) + 1) * bytes, *from = row + h * dim * width;
         if (r->v_norm) {
             const Rows norm = {.out = from, .x = from, .size = dim, .eps = r->eps};

@@ -249,6 +249,12 @@ INLINE pf fused(pf x, pf y, pf z) {
 }
 #endif
 
+/* To the nearest whole number and to even, of up to 2^22: what is added is 1.5 * 2^23, which has it in its low bits. */
+INLINE vi nearest(vf x) {
+    const vf magic = splat(12582912.0f);
+    return (vi)(x + magic) - (vi)magic;
+}
+
 /* 2^x to 2 ulp; 0 below the normal numbers, so exactly 0 at -inf. x is at most 127. */
 INLINE vf exp2_16(vf x) {
     const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, in the low bits */
@@ -608,17 +614,22 @@ typedef struct {
     const int64_t *bias_ids;  /* [R, biases], padded with value 0 */
     const float *bias_values; /* [R, biases] */
     int64_t biases;
-    const int64_t *tokens; /* [batch, nodes], and of paths [batch, nodes, width] */
-    int64_t nodes;
-    const int64_t *path;
-    int64_t width;
-    const int64_t *path_len;
     const float *costs; /* [R, longest + 1]: of repetitions of so many tokens, longest < 64 */
     int64_t longest;
     const int64_t *draft_ids, *kv_len; /* of drafts; kv_len [R] */
+    const int64_t *tokens;             /* [batch, nodes]; of drafts see `edit_logits` */
+    int64_t width;                     /* of paths [batch, nodes, width] */
+    const int64_t *path, *path_len;
+    int64_t nodes;
     int64_t from, to;
 } Edits;
-#define EDITS UP_TO(Edits, draft_ids) /* of the target's trees */
+#define EDITS UP_TO(Edits, from) /* of the target's trees */
+#define DRAFT_EDITS UP_TO(Edits, path)
+INLINE Edits edits_of(const int64_t *n, int64_t count) {
+    Edits e = {0};
+    memcpy(&e, n, (size_t)count * sizeof *n);
+    return e;
+}
 typedef struct {
     float factor, delta;
 } Edit;
@@ -638,11 +649,8 @@ HIDDEN void edit_node(const Edits *e, int64_t b, int64_t node, const int32_t *fo
                       const int32_t *counts, const void *logits, int half, float *x);
 
 /* Drafts know of their rows' texts up to kv_len; of what is drafted below, for what repetitions cost alone: `tokens`
-   [batch * nodes, width]. */
-#define DRAFT_EDITS 14
-HIDDEN Edits draft_edits_of(const int64_t *n);
-/* logits of the row's nodes, `stride` from one to the next, are changed; counts, found: memory, of which [from, to) is
-   used. */
+   [batch * nodes, width] below each node's root, down to it; width -1: not known. logits of the row's nodes, `stride`
+   from one to the next, are changed; counts, found: memory, of which [from, to) is used. */
 HIDDEN void edit_logits(const Edits *e, int64_t b, void *logits, int64_t nodes, int64_t stride, int half,
                         int32_t *counts, int32_t *found);
 
@@ -658,6 +666,10 @@ INLINE Key key_of(int64_t seed, int64_t position) {
     return (Key){{(uint32_t)key, (uint32_t)(key >> 32)}};
 }
 
+/* The places of the best `count` of n scores, best first; of equals the lower place. Where there are NaN any may be. In
+   tree.c. */
+HIDDEN void best_first(const float *score, int64_t n, int64_t count, int64_t *places);
+
 /* A node's mark and grade, and what is known of grades: as in core.py and ops/assign/spec.py. */
 #define MARK_DEPTH 0xFF
 #define MARK_VERIFIED (1 << 8)
@@ -671,5 +683,11 @@ INLINE Key key_of(int64_t seed, int64_t position) {
 #define SURE 0.995f
 enum { OTHER, MODEL, LOOKUP };
 INLINE int64_t cell_of(int64_t grade, int64_t depth) { return grade * DEPTHS + (depth < DEPTHS ? depth : DEPTHS - 1); }
+/* How likely a node is right whose parent was. seen, accepted: of cells. */
+INLINE float share_right(const float *seen, const float *accepted, int64_t grade, int64_t depth) {
+    const int64_t cell = cell_of(grade, depth);
+    const float share = accepted[cell] / seen[cell];
+    return share < SURE ? share : SURE;
+}
 HIDDEN int64_t level_of(float logp); /* in assign.c */
 

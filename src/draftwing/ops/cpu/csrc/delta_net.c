@@ -131,8 +131,7 @@ INLINE const void *input_of(const Net *j, int64_t query) {
 /* The tokens that a row's tree accepted since its state was written, by their records. */
 static int64_t run_again(const Net *j, const Spare *s, int64_t row, int64_t prefix) {
     const int64_t page = row * 2 + 1 - j->page[row], length = j->length[row], *slots = j->node_slots + page * j->nodes;
-    int64_t count = prefix > length ? prefix - length : 0;
-    if (count > j->nodes) count = j->nodes; /* of a row that nobody reads */
+    const int64_t count = least(most(prefix - length, 0), j->nodes); /* no more: of a row that nobody reads */
     const void *first[MOST_TAPS];
     first_taps(j, j->read[row], first);
     for (int64_t i = 0; i < count; i++) {
@@ -209,7 +208,7 @@ static int64_t tree_tokens(const Net *j, const Spare *s, int64_t tree) {
 static int64_t chunk_tokens(const Net *j, const Spare *s, int64_t chunk, int64_t done) {
     const Item item = item_of(&j->batch, chunk);
     const int64_t *span = item.span, row = item.row, last = span[3] - 1;
-    const int64_t count = span[3] - done < AT_ONCE ? span[3] - done : AT_ONCE, *save = j->saves + j->saves[chunk];
+    const int64_t count = least(span[3] - done, AT_ONCE), *save = j->saves + j->saves[chunk];
     const int64_t *end = j->saves + j->saves[chunk + 1];
     const void *taps[MOST_TAPS];
     first_taps(j, j->read[row], taps);
@@ -661,7 +660,7 @@ static void some_pieces(void *data) {
 
 static void set_sizes(Net *j) {
     const int64_t units = j->value_heads / j->group;
-    j->pieces = units < j->workers->most ? units : j->workers->most;
+    j->pieces = least(units, j->workers->most);
     j->channels = 2 * j->key_heads * j->key_dim + j->value_heads * j->value_dim;
     j->bytes = j->half ? 2 : 4;
     j->decays = j->by_channel ? j->key_dim : 1;

@@ -67,7 +67,7 @@ INLINE int64_t said(const Answer *a, int64_t i) { return i < a->before ? a->text
 
 /* newest: position of the root in the row's text; drafted [count]: tokens below it, down to a node. */
 INLINE Answer answer_of(const Edits *e, int64_t b, int64_t newest, const int64_t *drafted, int64_t count) {
-    const int64_t first = e->prompt_len[e->rows[b]], before = newest + 1 > first ? newest + 1 - first : 0;
+    const int64_t first = e->prompt_len[e->rows[b]], before = most(newest + 1 - first, 0);
     return (Answer){text_of(e, b) + first, drafted, before, before + count - 1, e->longest, costs_of(e, b)};
 }
 
@@ -138,25 +138,6 @@ void edit_node(const Edits *e, int64_t b, int64_t node, const int32_t *found, in
 
 /* -- logits of drafts ---------------------------------------------------------------------------------------------- */
 
-/* rows, text [R, length], length, kv_len, prompt_len, penalties, bias_ids, bias_values, biases, draft_ids or 0, costs,
-   longest; tokens below each node's root, down to it [batch * nodes, width], and width, -1: not known */
-Edits draft_edits_of(const int64_t *n) {
-    return (Edits){.rows = POINTER(n[0]),
-                   .text = POINTER(n[1]),
-                   .length = n[2],
-                   .kv_len = POINTER(n[3]),
-                   .prompt_len = POINTER(n[4]),
-                   .penalties = POINTER(n[5]),
-                   .bias_ids = POINTER(n[6]),
-                   .bias_values = POINTER(n[7]),
-                   .biases = n[8],
-                   .draft_ids = POINTER(n[9]),
-                   .costs = POINTER(n[10]),
-                   .longest = n[11],
-                   .tokens = POINTER(n[12]),
-                   .width = n[13]};
-}
-
 INLINE void add_to(void *logits, int64_t at, int half, float value) {
     store(logits, at, 1, half, splat(load(logits, at, 1, half)[0] + value));
 }
@@ -213,7 +194,7 @@ typedef struct {
     int64_t half, rows, nodes, stride, vocab;
     int32_t *scratch; /* [threads, 2 * vocab] */
     Workers *workers;
-    int64_t numbers[DRAFT_EDITS]; /* see `draft_edits_of` */
+    int64_t numbers[DRAFT_EDITS]; /* of `Edits` */
     Edits edits;
     int64_t next, worker;
 } Editing;
@@ -228,7 +209,7 @@ static void edit_some(void *data) {
 
 static void edit_drafts(int64_t *n) {
     Editing *d = (Editing *)n;
-    d->edits = draft_edits_of(d->numbers);
+    d->edits = edits_of(d->numbers, DRAFT_EDITS);
     d->edits.to = d->vocab;
     run_unlocked(edit_some, d, d->rows > 1 ? d->workers : NULL, d->rows * d->vocab / 20000);
 }

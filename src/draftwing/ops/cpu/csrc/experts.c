@@ -58,7 +58,7 @@ typedef struct {
 INLINE void logits_of(const Mixture *j, int64_t i, int64_t from, int64_t to, const int half, const int router_half) {
     const int64_t n = j->by_size;
     for (int64_t e = from; e < to; e += AT_ONCE) {
-        const int64_t count = to - e < AT_ONCE ? to - e : AT_ONCE;
+        const int64_t count = least(to - e, AT_ONCE);
         vf sums[AT_ONCE] = {{0}};
         for (int64_t c = 0; c < n; c += LANES) {
             const vf x = load(j->by, i * n + c, LANES, half);
@@ -90,15 +90,25 @@ INLINE int64_t best_of(const float *scores, const char *taken, int64_t n) {
     return most;
 }
 
+/* exp(x - top) of n numbers, of which none is above `top`; what is past the last is anything. Returns their sum. */
+static float exponentials(const float *x, float top, int64_t n, float *to) {
+    float sum = 0;
+    for (int64_t c = 0; c < n; c += LANES) {
+        const vf below = (loadf(x + c) - splat(top)) * splat(1.44269504f);
+        storef(to + c, exp2_16(select_f(above(below, splat(0.0f)), splat(0.0f), below)));
+        for (int64_t l = c; l < c + LANES && l < n; l++) sum += to[l];
+    }
+    return sum;
+}
+
 /* Makes scores of logits, sigmoids or a softmax, and of the logits, in their place, what experts are chosen by. */
 static void make_scores(float *logits, float *scores, const float *correction, int64_t n, int64_t sigmoids) {
-    float top = logits[0], sum = 0;
+    float top = logits[0];
     for (int64_t e = 1; e < n; e++) top = before(logits[e], top) ? logits[e] : top;
-    for (int64_t c = 0; c < n; c += LANES) {
-        const vf x = loadf(logits + c), below = (x - splat(top)) * splat(1.44269504f);
-        if (sigmoids) storef(scores + c, select_f(at_least(x, x), sigmoid(x), x));
-        else storef(scores + c, exp2_16(select_f(above(below, splat(0.0f)), splat(0.0f), below))); /* past the last: any */
-        for (int64_t l = c; l < c + LANES && l < n; l++) sum += scores[l];
+    const float sum = sigmoids ? 1 : exponentials(logits, top, n, scores);
+    for (int64_t c = 0; c < n && sigmoids; c += LANES) {
+        const vf x = loadf(logits + c);
+        storef(scores + c, select_f(at_least(x, x), sigmoid(x), x));
     }
     for (int64_t e = 0; e < n; e++) {
         if (!sigmoids) scores[e] /= sum; /* of what is no number none is */
@@ -160,13 +170,7 @@ static void route(const Mixture *j, int64_t i, float *scores) {
         return;
     }
     const float top = best[0];
-    const int64_t size = j->renormalise ? k : count;
-    const float *from = j->renormalise ? best : scores;
-    for (int64_t c = 0; c < size; c += LANES) {
-        const vf below = (loadf(from + c) - splat(top)) * splat(1.44269504f); /* lanes past the last hold anything */
-        storef(of + c, exp2_16(select_f(above(below, splat(0.0f)), splat(0.0f), below)));
-        for (int64_t l = c; l < c + LANES && l < size; l++) sum += of[l];
-    }
+    sum = exponentials(j->renormalise ? best : scores, top, j->renormalise ? k : count, of);
     if (!(fabsf(top) < INFINITY)) sum = NAN;
     for (int64_t c = 0; c < k; c++) share[c] = of[j->renormalise ? c : chosen[c]] / sum * scale_of(j, chosen[c]);
 }
@@ -270,12 +274,12 @@ static void mix(const Mixture *j, int64_t i, int64_t from, int64_t to) {
 /* `size` outputs of each group, in units, some at a time until all are taken. */
 static void each_unit(const Mixture *j, const Member *me, int64_t *next, int64_t size,
                       void (*part)(const Mixture *, const Group *, int64_t, int64_t)) {
-    const int64_t units = size / UNIT, all = j->used * units, turns = all / (TURNS * me->size), step = turns ? turns : 1;
+    const int64_t units = size / UNIT, all = j->used * units, step = most(all / (TURNS * me->size), 1);
     for (int64_t from; (from = take(next, step)) < all;) {
-        const int64_t end = from + step < all ? from + step : all;
+        const int64_t end = least(from + step, all);
         for (int64_t to; from < end; from = to) { /* of one group at a time */
             const int64_t g = from / units;
-            to = (g + 1) * units < end ? (g + 1) * units : end;
+            to = least((g + 1) * units, end);
             part(j, j->groups + g, (from - g * units) * UNIT, (to - g * units) * UNIT);
         }
     }

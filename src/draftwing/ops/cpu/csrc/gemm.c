@@ -25,7 +25,7 @@ INLINE void tile(const Product *p, int64_t row, int64_t column, const int rows, 
     const uint16_t *bias = p->bias, *residual = p->residual;
     __m512 total[TALL][4] = {0};
     for (int64_t first = 0; first < pairs; first += block) {
-        const int64_t end = first + block < pairs ? first + block : pairs;
+        const int64_t end = least(first + block, pairs);
         __m512 sum[TALL][4];
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_setzero_ps();

@@ -73,26 +73,15 @@ static void windowed(int64_t *n) {
 }
 
 /* out [rows, chosen * each]; scores [rows, count], half, rows, count, chosen, ordering [count, each], each, scratch
-   [chosen] float: the tokens of the clusters with the best scores, best first, of equals the lower number */
+   [count] float: the tokens of the clusters with the best scores, best first, of equals the lower number */
 static void cluster_tokens(int64_t *n) {
     const int64_t half = n[2], rows = n[3], count = n[4], chosen = n[5], *ordering = POINTER(n[6]), each = n[7];
-    float *best = POINTER(n[8]);
-    int64_t *which = (int64_t *)POINTER(n[0]);
+    float *scores = POINTER(n[8]);
+    int64_t *which = POINTER(n[0]); /* numbers of clusters lie where their tokens will: the first of them */
     for (int64_t i = 0; i < rows; i++, which += chosen * each) {
-        int64_t held = 0;
-        for (int64_t c = 0; c < count; c += LANES) {
-            float lane[LANES];
-            const vf some = load(POINTER(n[1]), i * count + c, count - c, (int)half);
-            memcpy(lane, &some, sizeof lane);
-            for (int64_t j = 0; j < LANES && c + j < count; j++) {
-                if (held == chosen && !(lane[j] > best[held - 1])) continue;
-                int64_t at = held < chosen ? held++ : held - 1;
-                /* Numbers of clusters lie where their tokens will: the first of `which`. */
-                for (; at && lane[j] > best[at - 1]; at--) best[at] = best[at - 1], which[at] = which[at - 1];
-                best[at] = lane[j], which[at] = c + j;
-            }
-        }
-        for (int64_t k = held; k--;) memcpy(which + k * each, ordering + which[k] * each, (size_t)each * 8);
+        to_floats(scores, (const char *)POINTER(n[1]) + i * count * (half ? 2 : 4), count, (int)half);
+        best_first(scores, count, chosen, which);
+        for (int64_t k = chosen; k--;) memcpy(which + k * each, ordering + which[k] * each, (size_t)each * 8);
     }
 }
 

@@ -76,11 +76,11 @@ INLINE void multiply_all(const float *key, const float *q, float *made, int64_t 
 static void score_block(const Pick *j, int64_t query, int64_t block, float *scores, const float *q, float *space) {
     const Query *of = j->of + query;
     const int64_t heads = lanes_of(j->heads), wide = lanes_of(j->size), bytes = j->size * (j->kept_half ? 2 : 4);
-    const int64_t end = (block + 1) * BLOCK < of->length ? (block + 1) * BLOCK : of->length;
+    const int64_t end = least((block + 1) * BLOCK, of->length);
     float *made = space, *keys = made + TOGETHER * heads;
     const float *weights = q + heads * j->size;
     for (int64_t at = block * BLOCK; at < end; at += KEYS) {
-        const int64_t n = end - at < KEYS ? end - at : KEYS;
+        const int64_t n = least(end - at, KEYS);
         for (int64_t k = 0; k < n; k++)
             to_floats(keys + k * wide, j->kept + slot_at(of, at + k) * bytes, j->size, (int)j->kept_half);
         if (n == KEYS) multiply_all(keys, q, made, heads, j->size, KEYS);
@@ -218,7 +218,7 @@ static void some_logits(void *data) {
     Logits *j = data;
     for (int64_t unit, each = (j->outputs + OUTPUTS - 1) / OUTPUTS; (unit = take(&j->next, 1)) < j->rows * each;) {
         const int64_t row = unit / each, first = unit % each * OUTPUTS;
-        const int64_t n = j->outputs - first < OUTPUTS ? j->outputs - first : OUTPUTS;
+        const int64_t n = least(j->outputs - first, OUTPUTS);
         vf sums[OUTPUTS] = {0};
         for (int64_t c = 0; c < j->size; c += LANES) {
             const vf x = load(j->x, row * j->size + c, j->size - c, (int)j->half);

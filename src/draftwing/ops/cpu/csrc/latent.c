@@ -91,10 +91,9 @@ static void some_head_blocks(void *data) {
     const int64_t of_one = j->outputs / UNIT, units = j->heads * of_one;
     const int64_t some = rows < UNIT ? units / (me.size * TAKES) + 1 : 1;
     for (int64_t first; (first = take(&j->next, some)) < units;) {
-        const int64_t last = first + some < units ? first + some : units;
+        const int64_t last = least(first + some, units);
         for (int64_t from = first, to; from < last; from = to) { /* of one head */
-            to = (from / of_one + 1) * of_one;
-            if (to > last) to = last;
+            to = least((from / of_one + 1) * of_one, last);
             const Product p = {.inputs = inputs, .outputs = j->heads * j->outputs, .blocks = j->blocks, .out = j->out,
                                .rounded = of_head(j, from / of_one), .rows = rows, .half = j->half};
             multiply_blocks(&p, from * UNIT, to * UNIT);

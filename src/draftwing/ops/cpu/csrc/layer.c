@@ -30,11 +30,9 @@ typedef struct {
 static Layer layer_of(const int64_t *n, int64_t half) {
     const int64_t *gemms = n + UP_TO(Layer, qkv), *adapted = gemms + GEMMS * GEMM;
     Layer l;
+    Product *const products[] = {&l.qkv, &l.o, &l.gate_up, &l.down};
     memcpy(&l, n, offsetof(Layer, qkv));
-    l.qkv = product_of(gemms, half);
-    l.o = product_of(gemms + GEMM, half);
-    l.gate_up = product_of(gemms + 2 * GEMM, half);
-    l.down = product_of(gemms + 3 * GEMM, half);
+    for (int i = 0; i < GEMMS; i++) *products[i] = product_of(gemms + i * GEMM, half);
     memcpy(l.adapted, adapted, sizeof l.adapted);
     return l;
 }
@@ -50,7 +48,7 @@ Ahead weight_of(const Product *p, Range outputs) {
         const Part part = part_of(p->blocks, i);
         if (outputs.from < part.first || outputs.from >= part.first + part.outputs) continue;
         const int64_t bytes = panel_bytes(kind_of(part.type), p->inputs) / PANEL_OUTPUTS;
-        const int64_t last = outputs.to - part.first < part.outputs ? outputs.to - part.first : part.outputs;
+        const int64_t last = least(outputs.to - part.first, part.outputs);
         at = (const char *)part.panels + (outputs.from - part.first) * bytes;
         end = (const char *)part.panels + last * bytes;
     }
@@ -105,18 +103,14 @@ static int64_t taken_bytes(const Layers *j) {
     return (int64_t)sizeof(int64_t) * TAKEN * (GEMMS * j->threads + COUNTERS);
 }
 static int64_t between_bytes(const Layer *l, int64_t rows) {
-    int64_t most = 0;
-    for (int i = 0; i < GEMMS; i++) {
-        const int64_t bytes = adapter_bytes(l->adapted[i], rows);
-        if (bytes > most) most = bytes;
-    }
-    return most;
+    int64_t bytes = 0;
+    for (int i = 0; i < GEMMS; i++) bytes = most(bytes, adapter_bytes(l->adapted[i], rows));
+    return bytes;
 }
 static Spare spare_of(const Layers *j, const Layer *l, int64_t number) {
     const int64_t rows = j->rows, bytes = rows * (j->half ? 2 : 4), blocks = l->o.blocks ? 1 : 0;
-    int64_t member = number;
+    const int64_t member = rows > OWN_ROWS ? 0 : number;
     const int64_t own = bytes * l->hidden + blocks * rounded_size(rows, j->width);
-    if (rows > OWN_ROWS) member = 0;
     Spare s = {.taken = (int64_t *)j->spare, .qkv = j->spare + taken_bytes(j)};
     s.attended = s.qkv + bytes * l->qkv.outputs;
     s.middle = s.attended + bytes * l->o.inputs;

@@ -19,19 +19,8 @@ typedef struct {
     int alive;
 } Node;
 
-typedef struct {
-    const float *seen, *accepted;
-} Calibration;
-
-static float estimate(const Calibration *c, int64_t grade, int64_t depth) {
-    const int64_t at = cell_of(grade, depth);
-    const float share = c->accepted[at] / c->seen[at];
-    return share < SURE ? share : SURE;
-}
-
 static int64_t united(int64_t a, int64_t b) {
-    const int64_t level = a % LEVELS > b % LEVELS ? a % LEVELS : b % LEVELS;
-    return (a / LEVELS | b / LEVELS) * LEVELS + level;
+    return (a / LEVELS | b / LEVELS) * LEVELS + most(a % LEVELS, b % LEVELS);
 }
 
 /* All nodes of both trees of row b, the first's before the second's; of two with one path the first's. Returns whether
@@ -60,7 +49,8 @@ static int unite(const Draft *first, const Draft *second, int64_t b, Node *all) 
 }
 
 /* Leaves the best `nodes` alive, with their places; returns how many there are. held: scratch of that size. */
-static int64_t choose(Node *all, int64_t count, int64_t nodes, int64_t most, const Calibration *c, int64_t *held) {
+static int64_t choose(Node *all, int64_t count, int64_t nodes, int64_t most, const float *seen, const float *accepted,
+                      int64_t *held) {
     int64_t chosen = 0;
     all[0].survival = 1;
     for (int64_t i = 0; i < count; i++) {
@@ -69,7 +59,7 @@ static int64_t choose(Node *all, int64_t count, int64_t nodes, int64_t most, con
         if (i) {
             const Node *above = all + node->parent;
             node->depth = above->depth + 1;
-            node->survival = above->survival * estimate(c, node->grade, node->depth);
+            node->survival = above->survival * share_right(seen, accepted, node->grade, node->depth);
             node->alive = node->depth <= most;
         }
         if (!node->alive || (chosen == nodes && node->survival <= all[held[nodes - 1]].survival)) continue;
@@ -89,7 +79,6 @@ static int64_t choose(Node *all, int64_t count, int64_t nodes, int64_t most, con
 static void merge(int64_t *n) {
     const Draft first = DRAFT(0, 9), second = DRAFT(4, 10);
     const int64_t batch = n[8], nodes = n[11], count = first.nodes + second.nodes;
-    const Calibration calibration = {POINTER(n[13]), POINTER(n[14])};
     int64_t *tokens = POINTER(n[15]), *parent = POINTER(n[16]), *grade = POINTER(n[18]);
     uint8_t *alive = POINTER(n[17]);
     Node *all = PyMem_Malloc((size_t)count * sizeof(Node) + (size_t)nodes * 8);
@@ -97,7 +86,7 @@ static void merge(int64_t *n) {
     int64_t *held = (int64_t *)(all + count);
     int fine = 1;
     for (int64_t b = 0; b < batch && (fine = unite(&first, &second, b, all)); b++) {
-        const int64_t chosen = choose(all, count, nodes, n[12], &calibration, held), to = b * nodes;
+        const int64_t chosen = choose(all, count, nodes, n[12], POINTER(n[13]), POINTER(n[14]), held), to = b * nodes;
         for (int64_t i = 0; i < count; i++)
             if (all[i].alive) {
                 const int64_t at = to + all[i].place;

@@ -75,14 +75,8 @@ static void pairs(int64_t *n) {
             scores[i] = likely[i] + sum_lanes(sum);
         }
         const float shift = log_sum(likely, count) - log_sum(scores, count);
-        int64_t held = 0;
-        for (int64_t i = 0; i < count; i++) { /* of equals the lower place */
-            if (held == chosen && !(scores[i] > best[held - 1])) continue;
-            int64_t at = held < chosen ? held++ : held - 1;
-            for (; at && scores[i] > best[at - 1]; at--) best[at] = best[at - 1], ids[at] = ids[at - 1];
-            best[at] = scores[i], ids[at] = known[i];
-        }
-        for (int64_t k = 0; k < chosen; k++) best[k] += shift;
+        best_first(scores, count, chosen, ids);
+        for (int64_t k = 0; k < chosen; k++) best[k] = scores[ids[k]] + shift, ids[k] = known[ids[k]];
     }
     TAKE_GIL
 }

@@ -242,7 +242,7 @@ INLINE int64_t gaps_up_to(const Draw *d, const Row *r, float cut, uint32_t *list
     for (int64_t c = 0; c < d->vocab; c += LANES) {
         vf gap = r->top - logits_of(d, r->at, c, half);
         if (!any(gap <= cut)) continue;
-        const int64_t lanes = d->vocab - c < LANES ? d->vocab - c : LANES;
+        const int64_t lanes = least(d->vocab - c, LANES);
         for (int64_t l = 0; l < lanes; l++) {
             const float one = gap[l];
             if (one <= cut) memcpy(&list[n++], &one, 4);
@@ -284,7 +284,7 @@ static uint32_t crossing(const uint32_t *list, int64_t n, float scale, int64_t w
     for (int64_t i = 0; i < n; i += LANES) {
         vf gap = splat(INFINITY);
         vl part;
-        const int64_t lanes = n - i < LANES ? n - i : LANES;
+        const int64_t lanes = least(n - i, LANES);
         memcpy(&gap, list + i, (size_t)lanes * 4);
         masses(&gap, scale, &part);
         for (int64_t l = 0; l < lanes; l++)
@@ -428,8 +428,7 @@ static void sampling_rows(int64_t *n) {
 
 static void draw(int64_t *n) {
     Draw *d = (Draw *)n;
-    Edits edits = {0};
-    memcpy(&edits, d->numbers, sizeof d->numbers);
+    Edits edits = edits_of(d->numbers, EDITS);
     edits.to = d->vocab;
     d->edits = edits.rows ? &edits : NULL;
     d->padded = round_up(d->vocab, LANES);
@@ -459,28 +458,32 @@ static void heaviest(int64_t *n) {
 typedef struct {
     float *out;                      /* [rows, size] */
     const int64_t *seed, *positions; /* positions [rows] */
-    const int32_t *ids;              /* NULL: 0, 1, .. */
+    const int64_t *ids;              /* NULL: 0, 1, .. */
     int64_t rows, nodes, size;       /* nodes: rows of a seed */
     int64_t stride;                  /* of ids: 0 where all rows have the same */
     Workers *workers;
     int64_t next;
 } Noise;
 
+/* To noise, what it adds to logits [from, to) of a row. ids: what it takes them for, NULL: 0, 1, ..; room: floats that
+   may be written, to + 15 at most. */
+static void row_noise(Key key, float temperature, const int64_t *ids, int64_t from, int64_t to, int64_t room,
+                      float *noise) {
+    const vf zero = {0};
+    for (int64_t c = from; c < to; c += LANES) {
+        vl some = {0};
+        if (ids) memcpy(&some, ids + c, (size_t)least(to - c, LANES) * 8);
+        const vi bits = bits_of(ids ? __builtin_convertvector(some, vu) * TOKEN_MUL : ids_from(c), key);
+        Scored s;
+        score(&zero, &bits, temperature, &s);
+        store(noise, c, room - c, 0, s.noise);
+    }
+}
 static void noise_some(void *data) {
     Noise *n = data;
-    const vf zero = {0};
-    for (int64_t i; (i = take(&n->next, 1)) < n->rows;) {
-        const Key key = key_of(n->seed[i / n->nodes], n->positions[i]);
-        for (int64_t c = 0; c < n->size; c += LANES) {
-            vu ids = {0};
-            const int64_t left = n->size - c < LANES ? n->size - c : LANES;
-            if (n->ids) memcpy(&ids, n->ids + i * n->stride + c, (size_t)left * 4);
-            const vi bits = bits_of(n->ids ? ids * TOKEN_MUL : ids_from(c), key);
-            Scored s;
-            score(&zero, &bits, 1.0f, &s);
-            store(n->out, i * n->size + c, left, 0, s.noise);
-        }
-    }
+    for (int64_t i; (i = take(&n->next, 1)) < n->rows;)
+        row_noise(key_of(n->seed[i / n->nodes], n->positions[i]), 1.0f, n->ids ? n->ids + i * n->stride : NULL, 0,
+                  n->size, n->size, n->out + i * n->size);
 }
 
 static void gumbel(int64_t *n) {
@@ -499,31 +502,10 @@ typedef struct {
     const int64_t *seed, *positions; /* of each row */
     const float *temperature;        /* and top_p, min_p, each of all rows; NULL: no noise */
     const int64_t *target;           /* token ids of the logits, NULL: 0, 1, .. */
-    float *scratch;                  /* [threads, 2 * padded]: a row's noise, a node's */
+    float *scratch;                  /* [threads, padded]: a row's noise */
     Workers *workers;
     int64_t padded, next, worker;
 } Top;
-
-typedef struct {
-    const int64_t *seed, *positions;
-    const float *temperature;
-    const int64_t *target; /* as of `Top` */
-} Noises;
-
-/* Of a row, what noise adds to logits [from, to). */
-static void row_noise(const Noises *n, int64_t row, int64_t from, int64_t to, float *noise) {
-    const Key key = key_of(n->seed[row], n->positions[row]);
-    const vf zero = {0};
-    for (int64_t c = from; c < to; c += LANES) {
-        vl ids = {0};
-        const int64_t left = to - c < LANES ? to - c : LANES;
-        if (n->target) memcpy(&ids, n->target + c, (size_t)left * 8);
-        const vi bits = bits_of(n->target ? __builtin_convertvector(ids, vu) * TOKEN_MUL : ids_from(c), key);
-        Scored s;
-        score(&zero, &bits, n->temperature[row], &s);
-        storef(noise + c, s.noise);
-    }
-}
 
 /* How far below the largest logit min-p lets the target draw. A head's logits are about the target's, so what is further
    below loses as much again as it lies below that; a ban would leave out too much of trees. */
@@ -583,25 +565,19 @@ static void give(const Best *best, int64_t count, float total, const int64_t *na
     }
 }
 
-/* A node's noise less what min-p takes from it: once, for it is added twice. */
-INLINE void take_unlikely(const Top *t, int64_t at, const float *noise, float reach, float *less, const int half) {
-    const float largest = largest_of(t->logits, at, 0, t->vocab, half);
-    for (int64_t c = 0; c < t->vocab; c += LANES)
-        storef(less + c, loadf(noise + c) - unlikely(logits_before(t->logits, at, c, t->vocab, half), largest, reach));
-}
 static void top_some(void *data) {
     Top *t = data;
-    float *noise = t->scratch + take(&t->worker, 1) * 2 * t->padded, *less = noise + t->padded;
+    float *noise = t->scratch + take(&t->worker, 1) * t->padded;
     for (int64_t row; (row = take(&t->next, 1)) < t->rows;) {
         const int noisy = t->temperature && t->temperature[row] > 0.0f;
-        const Noises own = {t->seed, t->positions, t->temperature, t->target};
         const float reach = noisy ? reach_of(t->temperature[row], t->temperature[2 * t->rows + row]) : NO_MIN_P;
-        if (noisy) row_noise(&own, row, 0, t->vocab, noise);
+        if (noisy)
+            row_noise(key_of(t->seed[row], t->positions[row]), t->temperature[row], t->target, 0, t->vocab, t->padded,
+                      noise);
         for (int64_t i = row * t->nodes; i < (row + 1) * t->nodes; i++) {
             const int64_t at = i * t->vocab;
-            if (reach < NO_MIN_P && t->half) take_unlikely(t, at, noise, reach, less, 1);
-            else if (reach < NO_MIN_P) take_unlikely(t, at, noise, reach, less, 0);
-            const Noised how = {reach < NO_MIN_P ? less : noisy ? noise : NULL, 0.0f, NO_MIN_P};
+            const float largest = reach < NO_MIN_P ? largest_of(t->logits, at, 0, t->vocab, (int)t->half) : 0.0f;
+            const Noised how = {noisy ? noise : NULL, largest, reach};
             Found found;
             best_of(t->logits, at, t->half, 0, t->vocab, &how, &found, t->count);
             give(&found.best, t->count, found.top + log_of(found.total), NULL, t->ids + i * t->count,
@@ -630,7 +606,7 @@ typedef struct {
     const float *temperature;        /* and top_p, min_p, each of all groups; NULL: no noise */
     int64_t nodes;
     double eps;
-    int64_t numbers[DRAFT_EDITS]; /* see `draft_edits_of`; zeros: none */
+    int64_t numbers[DRAFT_EDITS]; /* of `Edits`; zeros: none */
     Team team;
     Product product; /* its x is that of thread 0, its out the logits */
     const Edits *edits; /* NULL: none */
@@ -702,8 +678,9 @@ static void some_following(void *data) {
         const int64_t group = i / f->nodes;
         const float reach = group_reach(f, group);
         const int noisy = f->temperature && f->temperature[group] > 0.0f;
-        const Noises own = {f->seed, f->positions, f->temperature, f->names};
-        if (noisy && i % f->nodes == 0) row_noise(&own, group, from, to, f->noise);
+        if (noisy && i % f->nodes == 0)
+            row_noise(key_of(f->seed[group], f->positions[group]), f->temperature[group], f->names, from, to, to,
+                      f->noise);
         float largest = -INFINITY;
         for (int64_t t = 0; limited && t < me.size; t++)
             largest = fmaxf(largest, f->found[t * p.rows + i].largest);
@@ -716,7 +693,7 @@ static void some_following(void *data) {
 
 static void following(int64_t *n) {
     Following *f = (Following *)n;
-    const Edits edits = draft_edits_of(f->numbers);
+    const Edits edits = edits_of(f->numbers, DRAFT_EDITS);
     f->edits = edits.rows ? &edits : NULL;
     f->product = product_of(f->gemm, f->half);
     f->product.rows = f->rows;

@@ -75,7 +75,7 @@ INLINE void run_channels(const Conv *j, int64_t first, int64_t end, const int ha
 static void some_channels(void *data) {
     Conv *j = data;
     for (int64_t first; (first = take(&j->next, CHANNELS)) < j->channels;) {
-        const int64_t end = first + CHANNELS < j->channels ? first + CHANNELS : j->channels;
+        const int64_t end = least(first + CHANNELS, j->channels);
         BY_HALVES(j->half, j->kept_half, run_channels, j, first, end);
     }
 }

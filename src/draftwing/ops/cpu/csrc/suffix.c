@@ -71,7 +71,7 @@ typedef struct {
 
 static void insert_row(const Trie *t, int64_t row, int64_t prefix, int64_t count, int64_t shared, Window *windows) {
     const int64_t *text = t->tokens + row * t->context, *owner = t->owner + 2 * row;
-    const int64_t end = prefix + 1 + count < t->context ? prefix + 1 + count : t->context;
+    const int64_t end = least(prefix + 1 + count, t->context);
     for (int64_t w = 0; w < t->count; w++) {
         Window *window = windows + w;
         uint64_t factor = 1, hash = 0;

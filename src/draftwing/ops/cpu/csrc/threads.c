@@ -302,9 +302,6 @@ void meet(const Member *me, Ahead *next) {
         __atomic_store_n(&team->round, round + 1, __ATOMIC_RELEASE);
         return;
     }
-    for (int64_t turn = 0; __atomic_load_n(&team->round, __ATOMIC_ACQUIRE) == round; turn++) {
-        fetch(next, 2);
-        if (turn > SPIN) sched_yield();
-    }
+    await_count(&team->round, round + 1, next);
 }
 

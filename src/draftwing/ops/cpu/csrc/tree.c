@@ -161,8 +161,7 @@ static void commit(int64_t *n) {
 
 /* -- expansion: ops/expansion/spec.py ---------------------------------------------------------------------------- */
 
-/* The places of the best `count` of n scores, best first; of equals the lower place. Where there are NaN any may be. */
-static void best_first(const float *score, int64_t n, int64_t count, int64_t *places) {
+void best_first(const float *score, int64_t n, int64_t count, int64_t *places) {
     int64_t held = 0;
     for (int64_t i = 0; i < n; i++) {
         if (held == count && !(count && score[i] > score[places[count - 1]])) continue;
@@ -317,21 +316,27 @@ static void keep_first(int64_t *n) {
     }
 }
 
+/* A row's `width` positions from `from` on, a line: of each its slot and path. */
+static void line_of(const int64_t *table, int64_t from, int64_t width, int64_t *positions, int64_t *slots, int64_t *path) {
+    memcpy(slots, table + from, (size_t)width * 8);
+    for (int64_t i = 0; i < width; i++) {
+        positions[i] = from + i;
+        for (int64_t j = 0; j < width; j++) *path++ = j;
+    }
+}
+
 /* tokens, table [R, length], length; rows, prefix, batch, width; ids, positions, write_slots, path_len [batch, width],
    path [batch, width, width]: the chain of `width` known tokens from `prefix` on */
 static void chain(int64_t *n) {
     const int64_t length = n[2], width = n[6], *rows = POINTER(n[3]), *prefix = POINTER(n[4]);
-    int64_t *positions = POINTER(n[8]), *path_len = POINTER(n[10]), *path = POINTER(n[11]);
-    for (int64_t b = 0; b < n[5]; b++) {
-        const int64_t from = rows[b] * length + prefix[b];
+    int64_t *ids = POINTER(n[7]), *positions = POINTER(n[8]), *slots = POINTER(n[9]), *path_len = POINTER(n[10]),
+            *path = POINTER(n[11]);
+    for (int64_t b = 0, at = 0; b < n[5]; b++, at += width) {
+        const int64_t row = rows[b] * length;
         if (!has_room(rows[b], prefix[b], width, length)) return;
-        memcpy((int64_t *)POINTER(n[7]) + b * width, (int64_t *)POINTER(n[0]) + from, (size_t)width * 8);
-        memcpy((int64_t *)POINTER(n[9]) + b * width, (int64_t *)POINTER(n[1]) + from, (size_t)width * 8);
-        for (int64_t i = 0; i < width; i++) {
-            *positions++ = prefix[b] + i;
-            *path_len++ = i + 1;
-            for (int64_t j = 0; j < width; j++) *path++ = j;
-        }
+        memcpy(ids + at, (int64_t *)POINTER(n[0]) + row + prefix[b], (size_t)width * 8);
+        line_of((int64_t *)POINTER(n[1]) + row, prefix[b], width, positions + at, slots + at, path + at * width);
+        for (int64_t i = 0; i < width; i++) path_len[at + i] = i + 1;
     }
 }
 
@@ -339,19 +344,13 @@ static void chain(int64_t *n) {
    [batch], path [batch, width, width], path_len [batch, width]: the newest token and masks after it */
 static void block(int64_t *n) {
     const int64_t length = n[1], width = n[6], *kv_len = POINTER(n[2]), *last = POINTER(n[3]), *rows = POINTER(n[4]);
-    int64_t *ids = POINTER(n[8]), *positions = POINTER(n[9]), *prefix = POINTER(n[11]), *path = POINTER(n[12]),
-            *path_len = POINTER(n[13]);
-    for (int64_t b = 0; b < n[5]; b++) {
+    int64_t *ids = POINTER(n[8]), *positions = POINTER(n[9]), *slots = POINTER(n[10]), *prefix = POINTER(n[11]),
+            *path = POINTER(n[12]), *path_len = POINTER(n[13]);
+    for (int64_t b = 0, at = 0; b < n[5]; b++, at += width) {
         const int64_t row = rows[b], from = prefix[b] = kv_len[row];
         if (!has_room(row, from, width, length)) return;
-        memcpy((int64_t *)POINTER(n[10]) + b * width, (int64_t *)POINTER(n[0]) + row * length + from,
-               (size_t)width * 8);
-        for (int64_t i = 0; i < width; i++) {
-            *ids++ = i ? n[7] : last[row];
-            *positions++ = from + i;
-            *path_len++ = width;
-            for (int64_t j = 0; j < width; j++) *path++ = j;
-        }
+        line_of((int64_t *)POINTER(n[0]) + row * length, from, width, positions + at, slots + at, path + at * width);
+        for (int64_t i = 0; i < width; i++) ids[at + i] = i ? n[7] : last[row], path_len[at + i] = width;
     }
 }
 
