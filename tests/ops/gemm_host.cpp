@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <new>
@@ -195,11 +196,22 @@ static void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 
 // Of four warps an instruction for all, each has 16 features and shares the matrices of x: lane g * 4 + t of a warp has
 // word t of row g of both. They are read when the instruction is waited for, or at once.
-static void show_wide() {}
-static void begin_wide() {}
+#ifndef DENSE
+static void show_writes() {}
+#endif
+static std::vector<std::deque<std::vector<std::function<void()>>>> product_groups;  // by thread: instructions
+static std::vector<std::vector<std::function<void()>>> products_open;
+static void begin_products() {}
+static void end_products() {
+    product_groups[me].push_back(std::move(products_open[me]));
+    products_open[me].clear();
+}
+template <int LEFT>
+static void wait_for_products() {
+    for (auto& groups = product_groups[me]; groups.size() > LEFT; groups.pop_front())
+        for (const auto& product : groups.front()) product();
+}
 struct Wide { u32 a[4]; float (*d)[4]; const u16* b; int token_tiles; };
-static std::vector<std::deque<std::vector<Wide>>> wide_groups;
-static std::vector<std::vector<Wide>> wide_open;
 static void do_wide(const Wide& wide) {
     const int lane = me % 32;
     for (int m = 0; m < wide.token_tiles; ++m) {
@@ -211,16 +223,7 @@ template <int TOKEN_TILES>
 static void wide_mma(float (&d)[TOKEN_TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, const u16* b) {
     const Wide wide = {{a0, a1, a2, a3}, d, b, TOKEN_TILES};
     if (early == 1) do_wide(wide);
-    else wide_open[me].push_back(wide);
-}
-static void end_wide() {
-    wide_groups[me].push_back(std::move(wide_open[me]));
-    wide_open[me].clear();
-}
-template <int LEFT>
-static void wait_wide() {
-    for (auto& groups = wide_groups[me]; groups.size() > LEFT; groups.pop_front())
-        for (const Wide& wide : groups.front()) do_wide(wide);
+    else products_open[me].push_back([wide] { do_wide(wide); });
 }
 
 // A barrier opens when all have arrived and all copies that it is to see are done: at once, or when it is waited for.
@@ -373,8 +376,6 @@ typedef u16 Operand;
 static float value_of(u64 rows, int row, int k) { return to_float(*(const u16*)swizzled(rows, row, k * 2)); }
 #endif
 struct Factors { float* d; u64 a, b; int features; bool more; };
-static std::vector<std::deque<std::vector<Factors>>> product_groups;  // by thread
-static std::vector<std::vector<Factors>> products_open;
 static void do_product(const Factors& factors) {  // of 32 bytes of each row
     const int lane = me % 32, warp = me % threads / 32 % 4;
     for (int i = 0; i < factors.features / 2; ++i) {
@@ -391,19 +392,9 @@ struct Product {
     static void add(float (&d)[FEATURES / 2], u64 a, u64 b) { ask({d, a, b, FEATURES, true}); }
     static void ask(const Factors& factors) {
         if (early) do_product(factors);
-        else products_open[me].push_back(factors);
+        else products_open[me].push_back([factors] { do_product(factors); });
     }
 };
-static void begin_products() {}
-static void end_products() {
-    product_groups[me].push_back(std::move(products_open[me]));
-    products_open[me].clear();
-}
-template <int LEFT>
-static void wait_for_products() {
-    for (auto& groups = product_groups[me]; groups.size() > LEFT; groups.pop_front())
-        for (const Factors& factors : groups.front()) do_product(factors);
-}
 template <int COUNT>
 static void keep_here(float (&d)[COUNT]) {}
 static std::vector<int> consumers_arrived;
@@ -666,8 +657,6 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
     threads = block_threads, early = copies_early;
     fibers.resize(cluster * threads);
     lanes.resize(fibers.size());
-    wide_groups.assign(fibers.size(), {});
-    wide_open.assign(fibers.size(), {});
     gridDim = {grid_x, grid_y};
     bool kept = true;
     for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y)
@@ -677,9 +666,8 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
             warp_arrived.assign(fibers.size() / 32, 0);
             block_arrived.assign(cluster, 0);
             cluster_arrived = 0;
+            product_groups.assign(fibers.size(), {}), products_open.assign(fibers.size(), {});
 #if defined(FP8) || defined(DENSE)
-            product_groups.assign(fibers.size(), {});
-            products_open.assign(fibers.size(), {});
             consumers_arrived.assign(cluster, 0);
             cluster_here = 0;
 #endif

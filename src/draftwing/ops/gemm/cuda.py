@@ -127,7 +127,32 @@ def options_for(dtype: torch.dtype) -> list[str]:
 
 def read_source(shapes: Shapes) -> str:
     """Returns what is compiled."""
-    return "".join([*read_files(FILES), *(f"KERNEL({line})\n" for line in kernel_lines(shapes))])
+    return "".join([*read_files(FILES), wide_products(), *(f"KERNEL({line})\n" for line in kernel_lines(shapes))])
+
+
+def wide_products() -> str:
+    """Returns `wide_mma` of gemm_wide.cu for numbers of tiles of 8 rows of x."""
+    functions = (
+        f"template <>\n__device__ __forceinline__ void wide_mma(float (&d)[{tiles}][4], u32 a0, u32 a1, u32 a2, "
+        f"u32 a3, const u16* b) {{\n    const unsigned long long at = descriptor<{tiles}>(b);\n    "
+        + wgmma(
+            f'{8 * tiles}k16.f32" TYPES "', [f"d[{i // 4}][{i % 4}]" for i in range(4 * tiles)],
+            "{{{}, {}, {}, {}}}, {}, 1, 1, 1, 0", {**dict.fromkeys(("a0", "a1", "a2", "a3"), "r"), "at": "l"},
+        )
+        + "}\n"
+        for tiles in (2, 4, 8, 16, 24, 32)
+    )  # fmt: skip
+    return f"#ifndef ON_HOST\n{''.join(functions)}#endif\n"
+
+
+def wgmma(instruction: str, sums: Sequence[str], operands: str, inputs: Mapping[str, str]) -> str:
+    """Returns a statement. instruction: what is behind the 64 rows of one; operands: behind the sums, with places for
+    the inputs, whose constraints these are."""
+    names, count = [f"%{i}" for i in range(len(sums) + len(inputs))], len(sums)
+    results = ", ".join(f'"+f"({name})' for name in sums)
+    given = ", ".join(f'"{kind}"({name})' for name, kind in inputs.items())
+    listed = f"{{{', '.join(names[:count])}}}, {operands.format(*names[count:])}"
+    return f'asm volatile("wgmma.mma_async.sync.aligned.m64n{instruction} {listed};" : {results} : {given});\n'
 
 
 def read_files(names: Sequence[str]) -> list[str]:

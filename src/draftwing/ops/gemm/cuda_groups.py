@@ -23,6 +23,7 @@ from draftwing.ops.gemm.cuda import (
     options_for,
     programs,
     read_files,
+    wide_products,
 )
 from draftwing.ops.gemm.groups import CHUNK, TILE_ROWS, PackedGroups
 from draftwing.ops.gemm.shapes import (
@@ -198,7 +199,7 @@ def read_source(width: Width, shapes: Shapes) -> str:
     """Returns what is compiled."""
     order = order_lines(shapes.values())
     parts = read_files((*FILES, "gemm_groups.cu", *(["gemm_bulk.cu", "gemm_tall.cu"] if order else [])))
-    parts += [weights_line(width), *order]
+    parts += [wide_products(), weights_line(width), *order]
     parts += [f"GROUP_KERNEL({line})\n" for line in kernel_lines(shapes)]
     parts.append("UNPACK_KERNEL(unpack_all)\n")
     return "".join(parts)

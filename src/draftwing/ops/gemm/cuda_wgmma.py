@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from draftwing.ops.gemm.cuda import read_files
+from draftwing.ops.gemm.cuda import read_files, wgmma
 from draftwing.ops.gemm.shapes import WARP_GROUPS
 
 RANGES = (4, 2, 1)  # of K, a cluster's blocks
@@ -23,12 +23,11 @@ def read_source(files: Sequence[str], instruction: str, features: Iterable[int],
 def _product(features: int, instruction: str) -> str:
     """Returns `Product` for so many features."""
     count, untransposed = features // 2, ", 0, 0" if "f16" in instruction else ""
-    sums = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    sums = [f"d[{i}]" for i in range(count)]
     functions = [
-        f"    static __device__ __forceinline__ void {name}(float (&d)[{count}], u64 a, u64 b) {{\n"
-        f'        asm volatile("wgmma.mma_async.sync.aligned.m64n{features}{instruction} {{{sums}}}, %{count}, '
-        f'%{count + 1}, {more}, 1, 1{untransposed};" : {operands} : "l"(a), "l"(b));\n    }}\n'
+        f"    static __device__ __forceinline__ void {name}(float (&d)[{count}], u64 a, u64 b) {{\n        "
+        + wgmma(f"{features}{instruction}", sums, f"{{}}, {{}}, {more}, 1, 1{untransposed}", {"a": "l", "b": "l"})
+        + "    }\n"
         for name, more in (("set", "0"), ("add", "1"))
     ]
     return f"template <>\nstruct Product<{features}> {{\n{''.join(functions)}}};\n"

@@ -120,6 +120,19 @@ __device__ __forceinline__ float load_from_rank(const float* p, int rank) {
     return f;
 }
 
+// Instructions of a warp group (wgmma) between these two are one group of them.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until no more than LEFT groups are under way.
+template <int LEFT>
+__device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// What this thread wrote to shared memory becomes visible to such instructions and to bulk copies, behind a barrier.
+__device__ __forceinline__ void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Keeps the compiler from computing a number anew wherever it is used.
 __device__ __forceinline__ int held(int value) {
     asm volatile("" : "+r"(value));

@@ -56,3 +56,8 @@ __device__ __forceinline__ float4 load_four_from_rank(const float* p, int rank) 
     return v;
 }
 #endif
+
+// The barriers of a ring: `filled` and `emptied` threads arrive at those of a stage that is full, or empty again.
+__device__ __forceinline__ void init_ring(Barrier* full, Barrier* empty, int stages, int filled, int emptied) {
+    for (int s = 0; s < stages; ++s) init_barrier(full + s, filled), init_barrier(empty + s, emptied);
+}

@@ -78,10 +78,7 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
     if (threadIdx.x == CONSUMERS) {
         prefetch_map(task.w);
         prefetch_map(task.x);
-        for (int s = 0; s < task.stages; ++s) {
-            init_barrier(full + s, 1);
-            init_barrier(empty + s, CONSUMERS / 32);
-        }
+        init_ring(full, empty, task.stages, 1, CONSUMERS / 32);
         show_barriers();
         for (int i = 0; i < early; ++i) ask_weights(i, i);
         for (int i = early; i < min(early + task.ahead, place.count); ++i)

@@ -31,8 +31,6 @@ __device__ __forceinline__ void store_box(const TensorMap* map, const void* from
                  : "memory");
 }
 
-__device__ __forceinline__ void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // Boxes that this thread has stored become a group. `wait_for_reads` waits until the shared memory that all groups but
 // the last LEFT come from may be written again.
 __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -176,10 +174,7 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
     if (threadIdx.x == CONSUMERS) {
         prefetch_map(task.w);
         prefetch_map(task.x);
-        for (int s = 0; s < stages; ++s) {
-            init_barrier(full + s, 1);
-            init_barrier(empty + s, 2 * (CONSUMERS / 32));  // warps of both blocks
-        }
+        init_ring(full, empty, stages, 1, 2 * (CONSUMERS / 32));  // warps of both blocks
         for (int group = 0; group < 2; ++group) init_barrier(there + group, 1);
         show_barriers();
     }

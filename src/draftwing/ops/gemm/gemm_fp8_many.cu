@@ -139,10 +139,7 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
     launch_dependents();
 
     if (threadIdx.x == CONSUMERS) {
-        for (int s = 0; s < stages; ++s) {
-            init_barrier(full + s, 2);
-            init_barrier(empty + s, 2 * (CONSUMERS / 32));  // warps of both blocks
-        }
+        init_ring(full, empty, stages, 2, 2 * (CONSUMERS / 32));  // warps of both blocks
         show_barriers();
     }
     sync_cluster();  // barriers are there for all

@@ -131,7 +131,7 @@ __device__ __forceinline__ void stream_gemm(const u16* __restrict__ x, const WEI
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int parts = (N + OUT - 1) / OUT;  // of a tile
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) init_barrier(full + s, STAGE::ARRIVE), init_barrier(empty + s, SHARES);
+        init_ring(full, empty, STAGES, STAGE::ARRIVE, SHARES);
         for (int s = 0; s < 2; ++s) init_barrier(summed + s, SHARES);
         show_barriers();
     }
@@ -245,7 +245,7 @@ __device__ __forceinline__ void row_stream_gemm(const u16* __restrict__ x, const
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int parts = (N + ROWS - 1) / ROWS;  // of a tile
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) init_barrier(full + s, STAGE::ARRIVE), init_barrier(empty + s, SHARES);
+        init_ring(full, empty, STAGES, STAGE::ARRIVE, SHARES);
         show_barriers();
     }
     __syncthreads();

@@ -90,10 +90,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     const int chunks = K / CHUNK, count = (chunks - rank + CLUSTER - 1) / CLUSTER;
     auto after = [&](int c) { return !IN_SHARES ? c + CLUSTER : c + SHARES < chunks ? c + SHARES : c % SHARES + 1; };
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            init_barrier(full + s, 1);
-            init_barrier(empty + s, WARPS);
-        }
+        init_ring(full, empty, STAGES, 1, WARPS);
         show_barriers();
     }
 
@@ -139,15 +136,15 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
         EACH(r, ROW_TILES) rows[r].take(a[r], rings + unit + r * UNITS, ring_words + word + r * WORDS);
         const u16* const matrices = stages + stage * STAGE;
         EACH(j, 2) {
-            wait_wide<1>();  // those that read the registers written next have ended
+            wait_for_products<1>();  // those that read the registers written next have ended
             if (j == 1 && i > 0 && lane == 0) arrive(empty + before);  // and with them all of the chunk before
             EACH(r, ROW_TILES) a[r].expand(j, top[j][r], bottom[j][r]);
             if (j == 0) wait_barrier(full + stage, parity);
-            begin_wide();
+            begin_products();
             EACH(h, 2) EACH(r, ROW_TILES)
                 wide_mma<TOKEN_TILES>(d[r], top[j][r][2 * h], bottom[j][r][2 * h], top[j][r][2 * h + 1],
                                       bottom[j][r][2 * h + 1], matrices + (j * 4 + h * 2) * (TOKEN_TILES * 64));
-            end_wide();
+            end_products();
         }
         copy_weights();
         if (warp == 0 && i >= LATE && i - LATE + STAGES < count) {
@@ -158,7 +155,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
             free = more ? free : 0;
         }
         if (IN_SHARES && c + SHARES >= chunks) {  // a share ends here
-            wait_wide<0>();
+            wait_for_products<0>();
             add_share(sum, d);
         }
         c = after(c);
@@ -167,7 +164,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
         parity = more ? parity : parity ^ 1;
         stage = more ? stage : 0;
     }
-    wait_wide<0>();
+    wait_for_products<0>();
     wait_for_copies<0>();
     __syncthreads();  // sums take the place of all else
     const int g = lane >> 2, t = lane & 3;

@@ -20,15 +20,6 @@ __device__ __forceinline__ u64 rows_at(const void* p) {
     return shared_at(p) >> 4 & 0x3fff | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-// Until no more than LEFT of the groups that `end_products` ended are under way.
-template <int LEFT>
-__device__ __forceinline__ void wait_for_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
 // Not read before, nor written after.
 template <int COUNT>
 __device__ __forceinline__ void keep_here(float (&d)[COUNT]) {

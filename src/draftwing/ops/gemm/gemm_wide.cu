@@ -13,55 +13,10 @@ __device__ __forceinline__ unsigned long long descriptor(const u16* matrices) {
     return at >> 4 & 0x3fff | (unsigned long long)(TOKEN_TILES * 8) << 16 | 8ull << 32;
 }
 
-#define D4(M) "+f"(d[M][0]), "+f"(d[M][1]), "+f"(d[M][2]), "+f"(d[M][3])
-#define WIDE_MMA(N, SUMS, A0, A1, A2, A3, B, ...)                                                                   \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32" TYPES " {" SUMS "}, {" A0 ", " A1 ", " A2 ", " A3 \
-                 "}, " B ", 1, 1, 1, 0;"                                                                            \
-                 : __VA_ARGS__                                                                                      \
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(at))
-#define SUMS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define SUMS_16 SUMS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define SUMS_32                                                                                                    \
-    SUMS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define SUMS_64                                                                                                    \
-    SUMS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"                     \
-            ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-
-#define SUMS_96                                                                                                    \
-    SUMS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"                     \
-            ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define SUMS_128                                                                                                   \
-    SUMS_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"         \
-            ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define D4_8(M) D4(M), D4(M + 1), D4(M + 2), D4(M + 3), D4(M + 4), D4(M + 5), D4(M + 6), D4(M + 7)
-
-// d += a b^T for 16 columns, of which matrices b and b + TOKEN_TILES * 64 are the halves. Is done when waited for.
+// d += a b^T for 16 columns, of which matrices b and b + TOKEN_TILES * 64 are the halves. Is done when waited for. cuda.py
+// has one for each number of tiles.
 template <int TOKEN_TILES>
-__device__ __forceinline__ void wide_mma(float (&d)[TOKEN_TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, const u16* b) {
-    static_assert(TOKEN_TILES == 2 || TOKEN_TILES == 4 || (TOKEN_TILES % 8 == 0 && TOKEN_TILES <= 32));
-    const unsigned long long at = descriptor<TOKEN_TILES>(b);
-    if constexpr (TOKEN_TILES == 2) WIDE_MMA(16, SUMS_8, "%8", "%9", "%10", "%11", "%12", D4(0), D4(1));
-    if constexpr (TOKEN_TILES == 4)
-        WIDE_MMA(32, SUMS_16, "%16", "%17", "%18", "%19", "%20", D4(0), D4(1), D4(2), D4(3));
-    if constexpr (TOKEN_TILES == 8) WIDE_MMA(64, SUMS_32, "%32", "%33", "%34", "%35", "%36", D4_8(0));
-    if constexpr (TOKEN_TILES == 16) WIDE_MMA(128, SUMS_64, "%64", "%65", "%66", "%67", "%68", D4_8(0), D4_8(8));
-    if constexpr (TOKEN_TILES == 24)
-        WIDE_MMA(192, SUMS_96, "%96", "%97", "%98", "%99", "%100", D4_8(0), D4_8(8), D4_8(16));
-    if constexpr (TOKEN_TILES == 32)
-        WIDE_MMA(256, SUMS_128, "%128", "%129", "%130", "%131", "%132", D4_8(0), D4_8(8), D4_8(16), D4_8(24));
-}
-
-__device__ __forceinline__ void begin_wide() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_wide() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-// Until no more than LEFT groups of instructions, as `end_wide` ended them, are under way.
-template <int LEFT>
-__device__ __forceinline__ void wait_wide() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
-// What this thread wrote to shared memory becomes visible to such instructions, behind a barrier.
-__device__ __forceinline__ void show_wide() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void wide_mma(float (&d)[TOKEN_TILES][4], u32 a0, u32 a1, u32 a2, u32 a3, const u16* b);
 #endif
 
 // As `gemm`, with the same bits, for more rows: WARPS_F * ROW_TILES * 16 features a block, for each of WARPS_K parts of K,
@@ -172,8 +127,8 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
     int c = first;
     u16 *read = stages, *written = stages + PANEL * STAGE;
     for (int i = 0; i < rounds; i += PANEL) {
-        show_wide();
-        wait_wide<0>();
+        show_writes();
+        wait_for_products<0>();
         __syncthreads();  // the panel is there for all, and nobody reads the one that is overwritten now
         EACH(p, PANEL) {
             if (i + p >= rounds) break;
@@ -182,20 +137,20 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
             EACH(r, ROW_TILES) rows[r].take(a[r], rings + unit + r * UNITS, ring_words + word + r * WORDS);
             const u16* const matrices = read + p * STAGE + part * PART;
             EACH(j, 2) {
-                wait_wide<1>();  // those that read the registers written next have ended
+                wait_for_products<1>();  // those that read the registers written next have ended
                 EACH(r, ROW_TILES) a[r].expand(j, top[j][r], bottom[j][r]);
-                begin_wide();
+                begin_products();
                 EACH(r, ROW_TILES) EACH(h, 2)
                     wide_mma<TOKEN_TILES>(d[r], top[j][r][2 * h], bottom[j][r][2 * h], top[j][r][2 * h + 1],
                                           bottom[j][r][2 * h + 1], matrices + (j * 4 + h * 2) * (TOKEN_TILES * 64));
-                end_wide();
+                end_products();
             }
             copy_weights();
             place_x(written + p * STAGE);
             copy_x();
             end_copies();
             if (ONE_PART && c + SHARES >= chunks) {  // a share ends here
-                wait_wide<0>();
+                wait_for_products<0>();
                 add_share(sum, d);
             }
             c = after(c);
@@ -204,7 +159,7 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
         read = written, written = now;
     }
 
-    wait_wide<0>();
+    wait_for_products<0>();
     wait_for_copies<0>();
     __syncthreads();
     finish<WEIGHTS, WARPS_K, CLUSTER, ROWS, TOKENS, THREADS, KIND>(
