@@ -56,13 +56,22 @@ def _picked(values, index, at):
 
 
 @triton.jit
-def tree_of(starts, trees, query, LANES: tl.constexpr):
-    """starts [trees + 1] -> the tree that has the query"""
-    found = tl.full((), 0, tl.int32)
-    for at in range(0, trees + 1, LANES):
-        lane = at + tl.arange(0, LANES)
-        found += tl.sum(tl.where(tl.load(starts + lane, mask=lane <= trees, other=query + 1) <= query, 1, 0), 0)
-    return found - 1
+def tree_of(starts, trees, query, each, RAGGED: tl.constexpr):
+    """Returns the tree that has the query, its queries [first, end), and its row in the batch's tensors. starts
+    [trees + 1]: of ragged trees; others have `each` queries."""
+    if RAGGED:
+        found = tl.full((), 0, tl.int32)
+        for at in range(0, trees + 1, 64):
+            lane = at + tl.arange(0, 64)
+            found += tl.sum(tl.where(tl.load(starts + lane, mask=lane <= trees, other=query + 1) <= query, 1, 0), 0)
+        tree = found - 1
+        first, end = tl.load(starts + tree).to(tl.int32), tl.load(starts + tree + 1).to(tl.int32)
+        batch_row = query
+    else:
+        tree = query // each
+        first, end = tree * each, (tree + 1) * each
+        batch_row = tree
+    return tree, first, end, batch_row
 
 
 @triton.jit
@@ -87,14 +96,7 @@ def _plan_trees_kernel(
     is fresh keep it."""
     start(PDL)
     query = tl.program_id(0)
-    if RAGGED:
-        tree = tree_of(starts, trees, query, 64)
-        first, end = tl.load(starts + tree).to(tl.int32), tl.load(starts + tree + 1).to(tl.int32)
-        batch_row = query
-    else:
-        tree = query // each
-        first, end = tree * each, (tree + 1) * each
-        batch_row = tree
+    tree, first, end, batch_row = tree_of(starts, trees, query, each, RAGGED)
     row, prefix = tl.load(rows + batch_row), tl.load(prefix_len + batch_row)
     page = tl.load(pages + row)
     length, read, write = tl.load(lengths + row), tl.load(reads + row).to(tl.int32), tl.load(writes + row).to(tl.int32)

@@ -69,6 +69,15 @@ class Peers(NamedTuple):
 
 
 @triton.jit
+def _signals(outbox, inbox, block, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr):
+    """Returns [LANES], by rank: where this block's signals go, where theirs come, and whether it is another rank."""
+    lane = tl.arange(0, LANES)
+    others = (lane < RANKS) & (lane != RANK)
+    theirs = tl.load(outbox + lane, mask=others, other=0).to(tl.pointer_type(tl.int64)) + block
+    return theirs, inbox.to(tl.pointer_type(tl.int64)) + lane * BLOCKS + block, others
+
+
+@triton.jit
 def _meet(theirs, ours, others, call, LANES: tl.constexpr):
     """Says that this block has come to this call, and waits until those of the other ranks have."""
     tl.debug_barrier()  # all threads have stored before one of them says so
@@ -100,10 +109,7 @@ def _peer_sum_kernel(
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     mask = at < eighths * 8  # so loads of 8 elements are whole
-    lane = tl.arange(0, LANES)
-    others = (lane < RANKS) & (lane != RANK)
-    theirs = tl.load(outbox + lane, mask=others, other=0).to(tl.pointer_type(tl.int64)) + block
-    ours = inbox.to(tl.pointer_type(tl.int64)) + lane * BLOCKS + block
+    theirs, ours, others = _signals(outbox, inbox, block, RANK, RANKS, LANES, BLOCKS)
     start(PDL)
     call = tl.load(calls + block) + 1
     dtype = out.dtype.element_ty
@@ -148,10 +154,7 @@ def _peer_norm_kernel(
     col = tl.arange(0, BLOCK)[None, :]
     mask = col < SIZE
     at = row * SIZE + col
-    lane = tl.arange(0, LANES)
-    others = (lane < RANKS) & (lane != RANK)
-    theirs = tl.load(outbox + lane, mask=others, other=0).to(tl.pointer_type(tl.int64)) + row
-    ours = inbox.to(tl.pointer_type(tl.int64)) + lane * BLOCKS + row
+    theirs, ours, others = _signals(outbox, inbox, row, RANK, RANKS, LANES, BLOCKS)
     w = tl.load(weight + col, mask=mask, other=0.0).to(tl.float32)  # no kernel writes weights, nor biases
     start(PDL)
     call = tl.load(calls + row) + 1
@@ -189,10 +192,7 @@ def _peer_share_kernel(
 ):  # fmt: skip
     """tiles: of BLOCK elements in a rank's share. PARTS, SHARES: where the buffers for them begin, in elements."""
     block = tl.program_id(0)
-    lane = tl.arange(0, LANES)
-    others = (lane < RANKS) & (lane != RANK)
-    theirs = tl.load(outbox + lane, mask=others, other=0).to(tl.pointer_type(tl.int64)) + block
-    ours = inbox.to(tl.pointer_type(tl.int64)) + lane * BLOCKS + block
+    theirs, ours, others = _signals(outbox, inbox, block, RANK, RANKS, LANES, BLOCKS)
     start(PDL)
     call = tl.load(calls + block) + 1
     dtype = out.dtype.element_ty

@@ -73,14 +73,7 @@ def _sources_kernel(
     a tree that is not ragged."""
     start(PDL)
     query = tl.program_id(0)
-    if RAGGED:
-        tree = tree_of(starts, trees, query, 64)
-        first, end = tl.load(starts + tree).to(tl.int32), tl.load(starts + tree + 1).to(tl.int32)
-        batch_row = query
-    else:
-        tree = query // each
-        first, end = tree * each, (tree + 1) * each
-        batch_row = tree
+    _, first, end, batch_row = tree_of(starts, trees, query, each, RAGGED)
     row, prefix, size = tl.load(rows + batch_row), tl.load(prefix_len + batch_row), tl.load(path_len + query)
     other = first + tl.arange(0, CAP_PAD)
     written = tl.load(slots + other, mask=other < end, other=-1)
