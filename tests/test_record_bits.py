@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import subprocess
@@ -23,6 +24,18 @@ RECORD: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def tool() -> Any:
     return script(TOOL)
+
+
+def test_what_makes_checkpoints_finds_its_helpers() -> None:
+    """They are imported where they are needed, so nothing else says that one has moved."""
+    source = TOOL.with_name("bit_models.py").read_text(encoding="utf-8")
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    tops = sorted({name.partition(".")[0] for name in names})
+    code = f"import importlib.util, bit_models; print([n for n in {tops} if importlib.util.find_spec(n) is None])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=TOOL.parent, capture_output=True, text=True)
+    assert len(tops) > 10 and done.stdout == "[]\n", done.stdout + done.stderr
 
 
 def test_equal_records_pass(tool: Any) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path += [str(TESTS), str(TESTS / "models")]  # helpers, and the test that writes gpt-oss
+sys.path += [str(TESTS), str(TESTS / "models/families")]  # helpers, and the test that writes gpt-oss
 
 INDEX = "models.json"
 TOKENIZER = "tokenizer"
@@ -235,7 +235,7 @@ def gguf_types(models: Models) -> None:
 
 def gguf_families(models: Models) -> None:
     """The plain families as files, in parts, too, and gpt-oss. Others are among `families`."""
-    import test_gguf_gpt_oss as oss
+    import test_gpt_oss as oss
     from gguf import GGMLQuantizationType as Type
 
     archs = {"llama-experts": 4, "qwen2": 0, "qwen3": 0, "qwen3moe": 4, "gemma3": 0}
