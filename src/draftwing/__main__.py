@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from draftwing.cli.main import main
+from draftwing.cli.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

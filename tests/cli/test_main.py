@@ -75,6 +75,40 @@ def test_a_port_in_use_is_known_before_weights_load(capsys: pytest.CaptureFixtur
     assert f"port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
 
 
+# Ctrl-C when some module of the command's is looked for: at once, or from where Python drops what is raised.
+INTERRUPTED = """
+import runpy, signal, sys, time, weakref
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Target:
+    pass
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == {name!r}:
+            sys.meta_path.remove(self)
+            if not {dropped!r}:
+                signal.raise_signal(signal.SIGINT)
+            one = Target()
+            reference = weakref.ref(one, lambda _: signal.raise_signal(signal.SIGINT))
+            del one
+            time.sleep(10)
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["draftwing", "list"]
+runpy.run_module({module!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", ["draftwing", "draftwing.launch_server"])
+@pytest.mark.parametrize("name", ["draftwing.cli.main", "draftwing.config.options", "draftwing.train.settings"])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_word(module: str, name: str, dropped: bool) -> None:
+    code = INTERRUPTED.format(module=module, name=name, dropped=dropped)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["draftwing", "draftwing.launch_server"])
 def test_modules_are_the_command(module: str) -> None:

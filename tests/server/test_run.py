@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from draftwing.server import signals
 from draftwing.server.signals import terminable
 
 
@@ -62,3 +63,24 @@ def test_a_signal_ends_whatever_runs(ctrl_c: None, hangups: None, number: int) -
     assert signal.getsignal(number) is before
     with pytest.raises(ValueError), terminable():
         raise ValueError("no signal")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_sent_again_as_often_as_it_is_dropped(
+    ctrl_c: None, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it comes again before whoever sends it has gone on: here at once, and into two destructors."""
+    monkeypatch.setattr(signals, "AGAIN_SECONDS", 0)
+
+    class Destroyed:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    for _ in range(100):
+        begun = time.monotonic()
+        with pytest.raises((KeyboardInterrupt, SystemExit)), terminable():
+            Destroyed()
+            Destroyed()
+            while time.monotonic() < begun + 5:
+                time.sleep(0.001)
+        assert time.monotonic() < begun + 4

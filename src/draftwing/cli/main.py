@@ -29,7 +29,6 @@ from draftwing.config.sources import (
 )
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.log import Forgiving, configure_logging
-from draftwing.server.signals import never_dropped
 from draftwing.train.command import add_train, run_train
 from draftwing.train.settings import Settings
 from draftwing.version import __version__
@@ -68,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 arguments[MODELS] = tables
             _configure_logging(arguments)
         typed_as = _typed_as(commands[command], words)
-        with never_dropped():
-            runs[command](arguments)
+        runs[command](arguments)
     except DraftwingError as error:
         text = str(error)
         if isinstance(error, ConfigError):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -69,25 +71,32 @@ def terminable(hangup: Hangup | None = None) -> Iterator[None]:
 def never_dropped() -> Iterator[None]:
     """Sends a signal again whose exception Python drops: it prints what a handler raises in a destructor or in the
     callback of a weak reference, of which each import has one, and goes on. On the main thread."""
-    main, before, waiting = threading.current_thread(), sys.unraisablehook, []
+    main, before, ended = threading.current_thread(), sys.unraisablehook, threading.Event()
+
+    def send(number: int) -> None:
+        time.sleep(AGAIN_SECONDS)
+        if not ended.is_set():
+            assert main.ident is not None
+            signal.pthread_kill(main.ident, number)
 
     def dropped(what: sys.UnraisableHookArgs) -> None:
         number = _number_of(what.exc_value)
         if number is None or threading.current_thread() is not main:
             before(what)
             return
-        assert main.ident is not None
-        timer = threading.Timer(AGAIN_SECONDS, signal.pthread_kill, (main.ident, number))
-        waiting.append(timer)
-        timer.start()
+        while True:
+            try:
+                _thread.start_new_thread(send, (number,))  # a `Thread` would be waited for, until the signal is there
+                return
+            except (KeyboardInterrupt, SystemExit):
+                pass  # on a busy machine it may come as early as here, where it would be dropped once more
 
     sys.unraisablehook = dropped
     try:
         yield
     finally:
         sys.unraisablehook = before
-        for timer in waiting:
-            timer.cancel()
+        ended.set()
 
 
 def _number_of(error: BaseException | None) -> int | None:
