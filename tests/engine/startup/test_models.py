@@ -43,6 +43,12 @@ def target(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def products_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that has them."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+
+
 OF = llama_target(0, vocab_size=VOCAB, num_hidden_layers=6)
 
 
@@ -278,7 +284,7 @@ def test_blocks_on_a_cpu(quantization: str) -> None:
     ("options", "device"),
     [({"dtype": "float32"}, BLOCKS), ({"dtype": "bfloat16"}, BLOCKS), ({"quantization": "none"}, BLOCKS), ({}, PLAIN)],
 )
-def test_dense_weights(options: dict[str, Any], device: CpuDevice) -> None:
+def test_dense_weights(options: dict[str, Any], device: CpuDevice, products_in_bfloat16: None) -> None:
     found = pick_precision(Options(**options), device, None)
     assert found.weights == found.head_weights == DENSE
     assert found.dtype == found.kv_dtype == pick_dtype(options.get("dtype", "auto"), device, None)
@@ -311,7 +317,7 @@ def test_what_a_gpu_has_is_blocks_on_a_cpu(name: str, kind: str) -> None:
         pick_precision(Options(quantization=name), PLAIN, None)
 
 
-def test_the_types_of_the_pool() -> None:
+def test_the_types_of_the_pool(products_in_bfloat16: None) -> None:
     def kv(device: CpuDevice, **options: Any) -> torch.dtype:
         return pick_precision(Options(**options), device, None).kv_dtype
 
