@@ -201,7 +201,7 @@ def test_adapters_of_each_expert_are_those_of_all(tmp_path: Path) -> None:
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
         "rank_pattern": {"experts.down_proj": 1},
     }
-    with pytest.raises(CheckpointError, match="one rank"):
+    with pytest.raises(CheckpointError, match="which of them each pair is of"):
         read_folder(by_expert(tmp_path / "more", whole, **more), 1 << 24)
     with pytest.raises(CheckpointError, match=r"experts \* 3, inputs"):
         read_folder(by_expert(tmp_path / "odd", whole, target_parameters=["experts.gate_up_proj"], r=3), 1 << 24)
@@ -209,3 +209,48 @@ def test_adapters_of_each_expert_are_those_of_all(tmp_path: Path) -> None:
     folder = by_expert(tmp_path / "across", across, target_parameters=["experts.gate_up_proj"])
     with pytest.raises(CheckpointError, match="lora_A by inputs"):
         targets.fit(read_folder(folder, 1 << 24))
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "glm4-moe"])
+@pytest.mark.parametrize("ranks", [(4, 2), (2, 4), (3, 2), (2, 2)])
+def test_parameters_of_experts_with_ranks_of_their_own(tmp_path: Path, name: str, ranks: tuple[int, int]) -> None:
+    """As PEFT 0.21 stores `gate_proj`, `up_proj` and `down_proj` of `target_modules`: with twice the rank and alpha
+    where two matrices are one parameter. Which pair lies outside may be either."""
+    theirs: Any = (random_reference if name in FAMILIES else moe_models.reference)(name)
+    theirs.save_pretrained(tmp_path / "model")
+    targets = AdapterTargets(load_model(tmp_path / "model", torch.float32, "cpu"), [EXPERTS])
+    generator, whole, added = torch.Generator().manual_seed(3), dict[str, Tensor](), dict[str, Tensor]()
+    parameters = {one: value for one, value in theirs.named_parameters() if one.endswith(PARAMETERS)}
+    for one, value in parameters.items():
+        count, outputs, inputs = value.shape
+        module, _, matrix = one.rpartition(".")
+        rank = ranks["gate" not in matrix]
+        down = torch.randn(count, rank, inputs, generator=generator)
+        up = torch.randn(outputs, rank, count, generator=generator)
+        inside = ("gate" in matrix) == (ranks[0] > ranks[1])
+        own = f"{module}.base_layer" if inside else module
+        whole[f"{own}.lora_A.weight"], whole[f"{own}.lora_B.weight"] = down.flatten(0, 1), up.flatten(1)
+        scale = (5.0 if "gate" in matrix else 3.0) / rank
+        added[one] = scale * torch.einsum("ore,eri->eoi", up.double(), down.double())
+    assert len(parameters) > 1
+    config = {
+        "target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"], "r": ranks[1],
+        "lora_alpha": 3, "rank_pattern": {r".*\.gate_up_proj": ranks[0]}, "alpha_pattern": {r".*\.gate_up_proj": 5},
+    }  # fmt: skip
+    if ranks[0] == ranks[1]:  # of which nothing tells which is which
+        config["alpha_pattern"] = {}
+        added = {one: value * (3 / 5 if "gate" in one else 1) for one, value in added.items()}
+    found = targets.fit(read_folder(by_expert(tmp_path / "one", whole, **config), 1 << 24)).factors
+    seen = 0
+    for one, value in added.items():
+        layer = one.partition("layers.")[2].partition(".")[0]
+        for expert, matrix in enumerate(value):
+            parts = matrix.chunk(2) if "gate" in one else (matrix,)
+            names = ("gate_proj", "w1"), ("up_proj", "w3")
+            for part, known in zip(parts, names if "gate" in one else (("down_proj", "w2"),), strict=True):
+                ends = tuple(f"experts.{expert}.{end}" for end in known)
+                (factors,) = (found[key] for key in found if f"layers.{layer}." in key and key.endswith(ends))
+                made = factors.scale * factors.up.double() @ factors.down.double()
+                torch.testing.assert_close(made, part, atol=1e-5, rtol=1e-5)
+                seen += 1
+    assert seen == len(found)

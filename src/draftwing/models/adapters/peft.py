@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from draftwing.models.weight_map import canonical
 from draftwing.requests.refusals import show
 
 _PREFIX = "base_model.model."
-_PARAMETER = re.compile(r"(?:.+\.)?experts\.(?:gate_up_proj|up_proj|down_proj)")  # of `target_parameters`
+_PARAMETER = re.compile(r"(?:(?:.+\.)?experts\.)?(?:gate_up_proj|up_proj|down_proj)")  # of `target_parameters`
 _OF_ALL = re.compile(r"((?:.+\.)?experts)(?:\.base_layer)*")
 _TENSOR = re.compile(r"(.+)\.lora_(A|B)(?:\.default)?\.weight")
 # What is not served, by key of the config, and what it would do.
@@ -108,7 +109,10 @@ def _factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], path: Pat
             raise CheckpointError(f"{path}: {show(module)}: expected one pair for each matrix, found two")
         where = f"{path}: {show(module)}"
         if joined and (of_all := _OF_ALL.fullmatch(module)):
-            rank, times = scale.of_parameters(of_all[1], config["target_parameters"], where)
+            beside = [one for one in pairs if (match := _OF_ALL.fullmatch(one)) and match[1] == of_all[1]]
+            rows = [len(pairs[one].get("A", ())) for one in beside]
+            every = scale.of_parameters(of_all[1], config["target_parameters"], rows, where)
+            rank, times = every[beside.index(module)]
             for own, (down, up) in groups.apart(pair["A"], pair["B"], rank, name):
                 checked_factors(down, up, where)
                 found[own] = Factors(down, up, times)
@@ -140,19 +144,26 @@ class _Scales:
         self._ranks = _patterns(config, "rank_pattern", path)
         self._alphas = _patterns(config, "alpha_pattern", path)
 
-    def of_parameters(self, experts: str, parameters: Sequence[str], where: str) -> tuple[int, float]:
-        """Returns rank and scale of a module's parameters, of which files do not say which one they are of. Raises
-        CheckpointError where these differ."""
+    def of_parameters(
+        self, experts: str, parameters: Sequence[str], rows: Sequence[int], where: str
+    ) -> tuple[tuple[int, float], ...]:
+        """Returns rank and scale of each pair of a module, of which files do not say what parameter it is of: that all
+        are of as many experts does. rows: of each `lora_A`, experts * rank. Raises CheckpointError."""
         names = [f"{experts}.{one.rpartition('.')[2]}" for one in parameters]
-        ranks = {_matched(self._ranks, name, self._rank) for name in names}
-        rank, known = next(iter(ranks)), len(ranks) == 1 and ranks <= set(range(1, MAX_RANK + 1))
-        scales = {self.of(name, rank, where) for name in names} if known else set()
-        if len(scales) != 1:
+        ranks = [_matched(self._ranks, name, self._rank) for name in names]
+        known = set(ranks) <= set(range(1, MAX_RANK + 1))
+        kinds = [(int(rank), self.of(name, rank, where)) for name, rank in zip(names, ranks, strict=True) if known]
+        fits = {
+            chosen
+            for chosen in permutations(kinds, len(rows))
+            if len({divmod(size, rank) for size, (rank, _) in zip(rows, chosen, strict=True)}) == 1
+        }
+        if len(fits) != 1:
             raise CheckpointError(
-                f"{where}: expected one rank, a whole number, and one alpha of all of experts' parameters; found ranks "
-                f"{show(sorted(map(str, ranks)))}: rank_pattern and alpha_pattern of one of them are not served"
+                f"{where}: expected ranks and alphas of experts' parameters that tell which of them each pair is of; "
+                f"found ranks {show(sorted(map(str, ranks)))} for {show(rows)} rows of lora_A"
             )
-        return int(rank), scales.pop()
+        return fits.pop()
 
     def of(self, module: str, rank: float, where: str) -> float:
         wanted = _matched(self._ranks, module, self._rank)
