@@ -20,6 +20,7 @@ from scripted import client_of, openai_client, serving
 from seeing import PAD, Seeing
 from starlette.testclient import TestClient
 
+from draftwing.images import reader
 from draftwing.images.fetch import Fetcher
 from draftwing.images.processing import MAX_IMAGES, MAX_PIXELS
 from draftwing.requests.images import RequestImage
@@ -265,6 +266,31 @@ def test_pictures_of_addresses(engine: FakeEngine, monkeypatch: pytest.MonkeyPat
         assert client.post(CHAT, json={"messages": [USER | {"content": content}]}).status_code == 200
     assert asked == [url] * (len(bodies) + 1)
     assert len({request.images[0].digest for request in seeing.requests}) == 1
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_a_picture_of_many_prompts_is_fetched_and_read_once(one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a small request would have the same pixels made, and kept, a thousand times."""
+    asked: list[str] = []
+    other = encoded(picture(40, 24, 1))
+
+    def answer(fetcher: Fetcher, url: SplitResult, where: str, until: float) -> tuple[bytes, str]:
+        asked.append(url.path)
+        return (other if url.path == "/other" else encoded(SHOWN)), ""
+
+    monkeypatch.setattr(Fetcher, "_asked", answer)
+    monkeypatch.setattr(reader, "read", lambda *args, read=reader.read: asked.append("read") or read(*args))
+    seeing = Seeing()
+    seeing.options = dataclasses.replace(seeing.info.options, allow_image_urls=("a.example",))
+    seeing.info = dataclasses.replace(seeing.info, options=seeing.options)
+    urls = ["https://a.example/a", "https://a.example/other", "https://a.example/a"]
+    body = {"text": ["a<|image_pad|>b"] * 3, "image_data": urls[0] if one else urls}
+    with client_of(seeing) as client:
+        response = client.post("/generate", json=body | {"sampling_params": {"max_new_tokens": 2}})
+    assert response.status_code == 200, response.text
+    assert sorted(asked) == (["/a", "read"] if one else ["/a", "/other", "read", "read"])
+    digests = [request.images[0].digest for request in seeing.requests]
+    assert len(digests) == 3 and digests[0] == digests[2] and (digests[0] == digests[1]) == one
 
 
 def test_a_bomb_is_refused_by_its_header(client: TestClient) -> None:

@@ -141,9 +141,15 @@ class Prompt(NamedTuple):
     pictures: Sequence[Sequence[Piece]] = ()
 
 
-def filled(text: str, pictures: Sequence[Picture], processor: ImageProcessor | None) -> Prompt:
+def filled(
+    text: str,
+    pictures: Sequence[Picture],
+    processor: ImageProcessor | None,
+    known: dict[bytes | str, list[Piece]] | None = None,
+) -> Prompt:
     """Returns a prompt with what stands for its pictures in place of what the chat template wrote for them. Blocks as
-    `read`. Raises RequestError, also where the text has other places than for these, for it says so itself."""
+    `read`. Raises RequestError, also where the text has other places than for these, for it says so itself. known: what
+    stands for pictures that were read already, by their data; gets these, too."""
     if not pictures:
         return Prompt(text)
     processor = check_pictures(pictures, processor)
@@ -154,7 +160,11 @@ def filled(text: str, pictures: Sequence[Picture], processor: ImageProcessor | N
             f"chat template must write {processor.placeholder} for each, and no text may hold it",
             where,
         )
-    every = [read(picture, processor) for picture in pictures]
+    known = {} if known is None else known
+    for picture in pictures:
+        if picture.data not in known:
+            known[picture.data] = read(picture, processor)
+    every = [known[picture.data] for picture in pictures]
     made = ["".join(piece if isinstance(piece, str) else processor.text for piece in pieces) for pieces in every]
     return Prompt("".join(one for pair in zip(parts, [*made, ""], strict=True) for one in pair), every)
 

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from pydantic import WithJsonSchema
 
 from draftwing.errors import RequestError
+from draftwing.images.processing import Piece
 from draftwing.images.reader import Picture, Prompt, filled, pasted, placed
 from draftwing.requests.grammar_field import schema_place
 from draftwing.requests.images import RequestImage
@@ -152,8 +153,8 @@ class GenerateRequest(
         if self.text is None:
             raise RequestError("image_data needs text, with a place for each picture", "image_data")
         if isinstance(given, str):  # as SGLang reads it: one for each prompt
-            given = [[given]] * prompts
-        elif not batched and all(isinstance(one, str) for one in given):
+            return [[pasted(given, "image_data")]] * prompts
+        if not batched and all(isinstance(one, str) for one in given):
             given = [given]
         if len(given) != prompts:
             raise RequestError(
@@ -282,11 +283,15 @@ async def _with_images(
 ) -> tuple[list[list[int]], list[tuple[RequestImage, ...]]]:
     """Returns tokens and images of each prompt. Raises RequestError."""
     processor = service.engine.info.images
-    pictures = [await service.fetched(some) for some in body.pictures(count, batched)]
+    given = body.pictures(count, batched)
+    once = {picture.data: picture for some in reversed(given) for picture in reversed(some)}  # the first ones
+    fetched = dict(zip(once, await service.fetched([*once.values()]), strict=True))
+    pictures = [[fetched[picture.data]._replace(where=picture.where) for picture in some] for some in given]
     texts = [body.text] if isinstance(body.text, str) else body.text or []
 
     def fill() -> list[Prompt]:
-        return [filled(text, some, processor) for text, some in zip(texts, pictures, strict=True)]
+        known: dict[bytes | str, list[Piece]] = {}
+        return [filled(text, some, processor, known) for text, some in zip(texts, pictures, strict=True)]
 
     prompts = await service.pools.see(fill)
     ids = await service.tokenize([prompt.text for prompt in prompts], "text")
