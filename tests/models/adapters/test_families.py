@@ -139,10 +139,12 @@ def check_all_matrices(kind: str, name: str, tmp_path: Path, ops: TorchOps) -> S
     slots.put(2, fitted)
     if model.config.experts is not None:
         theirs.set_experts_implementation("eager")  # others take no float64
-    adapted = theirs.double()(ids).logits.float()  # whose own rounding can be above the limit
+    rounded = theirs(ids).logits
+    adapted = theirs.double()(ids).logits.float()
     assert not torch.allclose(adapted, plain, atol=0.1)
     found = logits(model, ids.flatten(), torch.tensor([2] * LENGTH + [0] * LENGTH))
-    most = 2e-4 if name == "qwen3-next" else 1e-4  # by whose float32 transformers is off by 1.1e-4 itself
+    # Random factors make some models' rows ill-conditioned: MiniCPM3's are off by 1.6e-4 in transformers' float32 itself.
+    most = max(1e-4, 4 * float((rounded - adapted).abs().max()))
     torch.testing.assert_close(found[0], adapted[0], atol=most, rtol=1e-4)
     torch.testing.assert_close(found[1], plain[1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(logits(model, ids.flatten(), None), plain, atol=1e-4, rtol=1e-4)
