@@ -194,6 +194,22 @@ def test_what_is_not_served_of_a_model_takes_none(
     assert found.factors.keys() == targets.fit(read_folder(own, MOST)).factors.keys()
 
 
+@pytest.mark.parametrize(("pairs", "rank"), [(9, 2), (1, [2]), (1, "x"), (1, None), (1, 0)])
+def test_experts_factors_that_nobody_makes(tmp_path: Path, pairs: int, rank: Any) -> None:
+    """Are refused at once, however many names stand for the same parameters."""
+    factors = {
+        f"base_model.model.model.layers.0.mlp.experts{'.base_layer' * i}.lora_{which}.weight": torch.ones(8, 8)
+        for i in range(pairs)
+        for which in "AB"
+    }
+    same = [f"{'x' * i}.experts.down_proj" for i in range(1, 10)]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": [], "target_parameters": same}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(factors, tmp_path / WEIGHTS)
+    with pytest.raises(CheckpointError, match="expected ranks and alphas"):
+        read_folder(tmp_path, MOST)
+
+
 def shapes_in(targets: AdapterTargets) -> dict[str, tuple[int, int]]:
     return {name: (one.outputs, one.inputs) for name, one in targets.targets.items()}
 

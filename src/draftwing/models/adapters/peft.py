@@ -149,9 +149,9 @@ class _Scales:
     ) -> tuple[tuple[int, float], ...]:
         """Returns rank and scale of each pair of a module, of which files do not say what parameter it is of: that all
         are of as many experts does. rows: of each `lora_A`, experts * rank. Raises CheckpointError."""
-        names = [f"{experts}.{one.rpartition('.')[2]}" for one in parameters]
+        names = list(dict.fromkeys(f"{experts}.{one.rpartition('.')[2]}" for one in parameters))  # three at most
         ranks = [_matched(self._ranks, name, self._rank) for name in names]
-        known = set(ranks) <= set(range(1, MAX_RANK + 1))
+        known = all(rank in range(1, MAX_RANK + 1) for rank in ranks)
         kinds = [(int(rank), self.of(name, rank, where)) for name, rank in zip(names, ranks, strict=True) if known]
         fits = {
             chosen
