@@ -84,3 +84,13 @@ def test_a_signal_is_sent_again_as_often_as_it_is_dropped(
             while time.monotonic() < begun + 5:
                 time.sleep(0.001)
         assert time.monotonic() < begun + 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_not_lost_that_is_dropped_last(ctrl_c: None, number: int) -> None:
+    class Destroyed:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)), terminable():
+        Destroyed()

@@ -65,6 +65,8 @@ def terminable(hangup: Hangup | None = None) -> Iterator[None]:
             if received:
                 raise ending() from None
             raise
+        if received:  # and dropped so late that the block ended before it was sent again
+            raise ending()
 
 
 @contextlib.contextmanager
@@ -103,8 +105,8 @@ def _number_of(error: BaseException | None) -> int | None:
     """Returns the signal that raises such an error by `terminable` or by Python's own handler."""
     if isinstance(error, KeyboardInterrupt):
         return signal.SIGINT
-    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
-        return error.code - 128
+    if isinstance(error, SystemExit):
+        return next((number for number in (signal.SIGTERM, signal.SIGHUP) if error.code == 128 + number), None)
     return None
 
 
