@@ -281,7 +281,7 @@ class DenseHost:
 @pytest.fixture(scope="module")
 def run_dense(tmp_path_factory: pytest.TempPathFactory) -> DenseHost:
     lines = [f"DENSE_KERNEL({size.name}, {size.groups}, {size.features}, {size.threads})\n" for size in DENSE_SIZES]
-    files = ("gemm_wgmma.cu", "gemm_dense.cu", "gemm_dense_many.cu")
+    files = ("gemm_bulk.cu", "gemm_wgmma.cu", "gemm_dense.cu", "gemm_dense_many.cu")
     many = [line for program in cuda_many.PROGRAMS for line in cuda_many.kernel_lines(program)]
     source = "".join([*read_files(files), *lines, *many])
     return DenseHost(compiled(tmp_path_factory.mktemp("dense"), source, "-DDENSE"))
@@ -540,7 +540,7 @@ class Host:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    files = read_files(("gemm_wgmma.cu", "gemm_fp8.cu", "gemm_fp8_many.cu"))
+    files = read_files(("gemm_bulk.cu", "gemm_wgmma.cu", "gemm_fp8.cu", "gemm_fp8_many.cu"))
     source = "".join([*files, *cuda_fp8.kernel_lines([*cuda_fp8.SIZES, *MANY_SIZES])])
     return Host(compiled(tmp_path_factory.mktemp("fp8"), source, "-DFP8"))
 

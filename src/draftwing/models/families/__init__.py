@@ -81,7 +81,7 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     key = next((key for key in _INNER if fields.has(key)), None)
     inner = fields if key is None else fields.inner(key)  # older ones have no other
     text = inner.get("model_type") if inner is not fields else None  # None: it is the first of several
-    others = {family.model_type for family in FAMILIES.values()}
+    others = [family.model_type for family in FAMILIES.values()]  # `text` may be anything
     for architecture, _, whole in found:
         own = whole.text or FAMILIES[architecture].model_type
         if text in (None, own) or not (whole.text or text in others):
