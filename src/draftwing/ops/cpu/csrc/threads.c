@@ -103,13 +103,15 @@ void take_gil(PyThreadState *released) {
 
 /* A call that is watched. A thread of it never sleeps but for Python's lock, so its own time falls behind the clock's
    only while it has no processor: others have that, or a quota is spent. All the others wait for it where they meet.
-   While the first one waits for the lock, nobody waits for any other. */
+   While the first one waits for the lock, nobody waits for any other. When all have ended their work the first one may
+   wait still: another one that looks for the next call has its processor. */
 typedef struct {
     void (*work)(void *);
     void *data;
     const int64_t *pinned;
     const Turn *turn; /* of the first thread, or NULL */
-    int64_t begin, away, missing; /* away: ns, of the thread that was longest; missing: threads that were away */
+    int64_t begin, end, away, missing; /* end: of the last one's work, away: ns, of the thread that was longest, missing:
+                                          threads that were away */
 } Watched;
 
 /* Binds the calling thread to a processor, once. */
@@ -123,6 +125,11 @@ static void stay_on(int processor) {
     sched_setaffinity(0, sizeof only, &only); /* where it fails, it runs elsewhere */
 }
 
+static void raise_to(int64_t *most, int64_t value) {
+    int64_t before = __atomic_load_n(most, __ATOMIC_RELAXED);
+    while (value > before)
+        if (__atomic_compare_exchange_n(most, &before, value, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) break;
+}
 static int64_t waited(const Watched *w) { return w->turn ? w->turn->waited : 0; }
 static void watch(void *data) {
     Watched *w = data;
@@ -132,12 +139,9 @@ static void watch(void *data) {
     w->work(w->data);
     const int64_t now = clock_ns(CLOCK_MONOTONIC);
     const int64_t away = now - w->begin - waited(w) - (clock_ns(CLOCK_THREAD_CPUTIME_ID) - ran) - GRACE;
-    if (away > 0) {
-        int64_t most = __atomic_load_n(&w->away, __ATOMIC_RELAXED);
-        while (away > most)
-            if (__atomic_compare_exchange_n(&w->away, &most, away, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) break;
-        take(&w->missing, 1);
-    }
+    raise_to(&w->end, now);
+    raise_to(&w->away, away);
+    if (away > 0) take(&w->missing, 1);
 }
 
 /* How many threads the next call has: fewer than there are as long as a pause lasts. */
@@ -157,9 +161,10 @@ static int64_t threads_now(Workers *w) {
 static void learn(Workers *w, const Watched *call, int64_t threads) {
     if (w->fixed || !fine_clock) return;
     const int64_t now = clock_ns(CLOCK_MONOTONIC), took = now - call->begin - waited(call);
-    const int64_t gain = (took - call->away) / threads, credit = w->credit + gain - call->away;
+    const int64_t lost = call->away + most(now - call->end - GRACE, 0);
+    const int64_t gain = (took - lost) / threads, credit = w->credit + gain - lost;
     w->credit = credit < CREDIT ? credit : CREDIT;
-    w->saved += gain / 2 - call->away; /* half: bound by memory, two threads are 1.3 times as fast */
+    w->saved += gain / 2 - lost; /* half: bound by memory, two threads are 1.3 times as fast */
     if (w->credit < 0) w->saved += (now - w->since) / PRICE;
     if (w->saved > SAVED) w->saved = SAVED;
     if (w->saved < -LONGEST / PRICE) w->saved = -LONGEST / PRICE; /* without a pause, too: it could sink for long */
