@@ -42,6 +42,9 @@ CASES = [
 QUICK = {"llama3.2-tied", "qwen3.5-every", "phi3", "gemma3", "lfm2-plain", "deepseek-v2", "mixtral", "gpt-oss"}
 # Of layers, what no adapter is served of.
 UNSERVED = (".experts", "router", "per_layer", "block_sparse_moe", "weights_proj", "latent_proj")
+# Of models with a row that random factors make ill-conditioned: transformers' own float32 is off by 1.1e-4 and 1.6e-4
+# there. This MiniCPM3 is by 2.2e-4 with the factors merged (5e-5 in float64), and by 5.8e-4 with these rounded apart.
+LIMITS = {"qwen3-next": 2e-4, "minicpm3-defaults": 6e-4}
 OF_EXPERTS = ("shared_expert_gate", "mlp.gate.")
 PARAMETERS = "experts.gate_up_proj", "experts.up_proj", "experts.down_proj"
 ONE_SHAPE = "nemotron-h-latent"  # has experts whose parameters cannot be told apart
@@ -139,13 +142,10 @@ def check_all_matrices(kind: str, name: str, tmp_path: Path, ops: TorchOps) -> S
     slots.put(2, fitted)
     if model.config.experts is not None:
         theirs.set_experts_implementation("eager")  # others take no float64
-    rounded = theirs(ids).logits
-    adapted = theirs.double()(ids).logits.float()
+    adapted = theirs.double()(ids).logits.float()  # whose own rounding can be above the limit
     assert not torch.allclose(adapted, plain, atol=0.1)
     found = logits(model, ids.flatten(), torch.tensor([2] * LENGTH + [0] * LENGTH))
-    # Random factors make a row of MiniCPM3 ill-conditioned. There transformers in float32 is off by 1.6e-4, this model
-    # by 2.2e-4 with the factors merged (5e-5 in float64), and by 5e-4 with product and factors rounded apart.
-    most = max(1e-4, 4 * float((rounded - adapted).abs().max()))
+    most = LIMITS.get(name, 1e-4)
     torch.testing.assert_close(found[0], adapted[0], atol=most, rtol=1e-4)
     torch.testing.assert_close(found[1], plain[1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(logits(model, ids.flatten(), None), plain, atol=1e-4, rtol=1e-4)

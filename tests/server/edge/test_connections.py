@@ -111,6 +111,15 @@ class Sender(asyncio.Transport):
         pass
 
 
+def connected(app: Any) -> tuple[Sender, LimitedConnection]:
+    """Returns what a connection of the application writes to, and it. On a running event loop."""
+    sender, config = Sender(), uvicorn.Config(app, lifespan="off", ws="none")
+    config.load()
+    connection = LimitedConnection(config=config, server_state=ServerState(), app_state={}, reads=ReadScheduler())
+    connection.connection_made(sender)
+    return sender, connection
+
+
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_a_client_that_leaves_has_left_all_its_requests(count: int) -> None:
     """The one that runs hears of it, however many came after it, and these are not begun."""
@@ -127,11 +136,7 @@ def test_a_client_that_leaves_has_left_all_its_requests(count: int) -> None:
         await send({"type": "http.response.body", "body": b"x"})
 
     async def run() -> list[bytes]:
-        sender = Sender()
-        config = uvicorn.Config(app, lifespan="off", ws="none")
-        config.load()
-        connection = LimitedConnection(config=config, server_state=ServerState(), app_state={}, reads=ReadScheduler())
-        connection.connection_made(sender)
+        sender, connection = connected(app)
         connection.data_received(b"".join(b"GET /%d HTTP/1.1\r\n\r\n" % i for i in range(count)))
         for _ in range(10):
             await asyncio.sleep(0)
@@ -206,11 +211,7 @@ def test_a_request_that_asks_for_another_protocol_is_read_all_the_same(upgrade: 
     ]
 
     async def run() -> list[bytes]:
-        sender = Sender()
-        config = uvicorn.Config(app, lifespan="off", ws="none")
-        config.load()
-        connection = LimitedConnection(config=config, server_state=ServerState(), app_state={}, reads=ReadScheduler())
-        connection.connection_made(sender)
+        sender, connection = connected(app)
         for one in sent:
             for begin in range(0, len(one), cut):
                 while not sender.reads:
