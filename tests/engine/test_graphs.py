@@ -4,16 +4,21 @@ On a CPU `record_by_calling` stands in for CUDA's graphs: what a stage reads com
 """
 
 import itertools
+from collections import Counter
 from functools import partial
 
 import numpy as np
 import pytest
+import torch
+from toy_grammar import ToyGrammar
 
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.engine import captures
 from draftwing.engine.devices import pick_device
 from draftwing.engine.graphs import GraphCache, Key, batch_sizes, first_sizes
-from draftwing.requests.request import LogprobParams
+from draftwing.models.heads.base import DraftLM
+from draftwing.requests.request import LogprobParams, SpecLimits, ThinkingBudget
+from draftwing.spec.build import make_model_drafter
 
 pytestmark = pytest.mark.slow
 
@@ -36,12 +41,15 @@ def answer(harness, case, params=None, **kw):
     return rig, rig.answer(prompts, params or plain), calls
 
 
-def count_calls(executor):
-    """(replays of tree steps' stages, calls without a graph), counted from now on."""
-    calls, run = [0, 0], executor.run_stage
+def count_calls(executor, calls=None):
+    """(replays of tree steps' stages, calls without a graph), counted from now on. calls: gets also those of each
+    stage, by its name and whether it is a replay."""
+    calls, run = [0, 0] if calls is None else calls, executor.run_stage
 
     def spy(stage, key, fn, *inputs, **kw):
         calls[key is None] += 1
+        if isinstance(calls, Counter):
+            calls[stage, key is not None] += 1
         return run(stage, key, fn, *inputs, **kw)
 
     executor.run_stage = spy
@@ -94,17 +102,50 @@ def test_rows_with_a_temperature_run_without_where_the_host_names_them(harness, 
     assert calls[0] > 10 and (calls[1] == 0 if rig.executor.ops.draws_by_row else calls[1] > 10)
 
 
-def test_special_rows_run_without(harness, case):
-    """With whoever runs with them, as long as they are there."""
+def special_requests(harness, rig):
+    """Of each kind that the stages around the target's forward have more to do for, three times, of other lengths."""
+    banned = harness.seeded(
+        10, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias=((3, 1.0),), allowed_token_ids=tuple(range(40)),
+        bad_words=("x",), top_k=20, top_p=0.9, min_p=0.02, min_new_tokens=3,
+    )  # fmt: skip
+    kinds = {
+        "banned": (banned, {"stop_ids": (5,), "bad_word_ids": ((4,), (6, 7, 8))}),
+        "guided": (harness.greedy(10), {}),
+        "limited": (harness.seeded(10), {"limits": SpecLimits(2, 2, 4)}),
+        "predicted": (harness.greedy(10), {"prediction": (1, 2, 3, 4)}),
+        "logprobs": (harness.greedy(10), {"logprobs": LogprobParams(3, (1, 2), 0)}),
+        "thinking": (harness.seeded(10), {"thinking": ThinkingBudget(5, (9,), (9, 9, 8), True, True)}),
+    }
+    for turn in range(3):
+        for number, (name, (params, more)) in enumerate(kinds.items()):
+            params = params.model_copy(update={"max_new_tokens": 10 + 7 * turn + number})
+            guided = {"grammar": ToyGrammar(turn, harness.VOCAB)} if name == "guided" else {}
+            rig.submit(f"{name} {turn}", [number + 1, turn + 1, 3], params, **more, **guided)
+
+
+@pytest.mark.parametrize("drafter", [None, "oracle", "ngram", "suffix", "STANDALONE"])
+def test_special_rows_have_the_forward_alone_from_graphs(harness, case, drafter):
+    """With whoever runs with them, as long as they are there; the text is that without any graphs."""
     model, prompts, params, expected, book = case
-    rig = harness.Rig(model, drafter="oracle", shapes=(CHAIN,), book=book, graph_size=8)
-    calls = count_calls(rig.executor)
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        rig.submit(str(i), prompt, param, logprobs=LogprobParams(1) if i == 2 else None)
-    got = rig.run()
-    assert got.tokens == expected.tokens
-    assert [best.top[0][1] for best in got.logprobs["2"]] == expected.tokens["2"]
-    assert calls[0] > 10 and calls[1] > 10
+    found, calls = [], []
+    for size in (0, 8):
+        more = {"book": book, "shapes": (TREE,), "graph_size": size}
+        drafts = drafter
+        if drafter == "STANDALONE":
+            head = DraftLM(harness.tiny_model(seed=1), harness.VOCAB)
+            ops = pick_device(harness.device).ops
+            drafts = make_model_drafter(head, 7, TREE.topk, torch.float32, ops)
+        rig = harness.Rig(model, drafter=drafts, **more)
+        special_requests(harness, rig)
+        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            rig.submit(str(i), prompt, param)
+        calls.append(count_calls(rig.executor, Counter()))
+        found.append(rig.run())
+    assert found[0].tokens == found[1].tokens and found[0].logprobs == found[1].logprobs
+    assert {name: tokens for name, tokens in found[1].tokens.items() if name in expected.tokens} == expected.tokens
+    without, some = calls
+    assert without["verify", False] == without["commit", False] > 30
+    assert some["commit", False] > 30 and some["verify", False] < 10
 
 
 @pytest.mark.parametrize("drafter", ["oracle", "ngram"])

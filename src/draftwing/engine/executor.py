@@ -165,8 +165,8 @@ class Executor:
             packed, logprobs = self.run_stage("commit", None, self.commit_stage.special, pending)
         else:
             packed = self.steps.finish(step, pending.drafted, pending.verified, self.run_stage)
-            if step.key is not None and step.key.size > len(plan.rows):
-                packed = packed[: len(plan.rows)]
+        if step is not None and packed.shape[0] > len(plan.rows):  # of a graph, which was padded
+            packed = packed[: len(plan.rows)]
         download = self.device.download(packed)
         seconds = partial(self._seconds, *pending.started, download.done)
         return InFlight(

@@ -84,14 +84,15 @@ class RequestFeatures:
 
     # -- drafts -----------------------------------------------------------------------------------------------------
 
-    def constrain(self, plan: Plan, rows: Tensor, guidance: Guides) -> None:
-        """Lets the drafter begin with tokens that the grammars allow."""
+    def constrain(self, plan: Plan, rows: Tensor, guidance: Guides) -> bool:
+        """Lets the drafter begin with tokens that the grammars allow. Returns whether it was told any."""
         masks = guidance.roots() if self.drafter is not None and self.drafter.kv_layers else None
         if masks is None or self.drafter is None:
-            return
+            return False
         at, bits = self._rows_of(plan.guided), self._bits(masks[:, None])
         noisy = self._rows_of(_places(plan.guided, plan.noisy))
         self.drafter.constrain(self.table, rows[at], self.edits.banned(bits).squeeze(1), noisy)
+        return True
 
     def adjust(self, plan: Plan, rows: Tensor, draft: Draft, guidance: Guides | None) -> Draft:
         """Returns the draft with predicted text in it, within the requests' limits, and as the host wants it."""
@@ -103,7 +104,9 @@ class RequestFeatures:
                 self._calibration,
             )  # fmt: skip
         if len(plan.limited):
-            limits = self.device.upload(self._limits[plan.rows].ravel()).view(-1, 3)
+            wanted = np.full((len(rows), 3), _UNLIMITED, np.int64)  # of padding, too
+            wanted[: len(plan.rows)] = self._limits[plan.rows]
+            limits = self.device.upload(wanted.ravel()).view(-1, 3)
             draft = limit(draft, shape.depth, *limits.unbind(1))
         if guidance is not None and shape != PLAIN:
             draft = self._fit(plan, draft, shape, guidance)

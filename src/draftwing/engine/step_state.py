@@ -139,11 +139,12 @@ class TreeStep(NamedTuple):
     bound: int  # host bound of kv_len; the table's length in graphs, which run at any length
     groups: SamplingGroups  # nobody, where it is decided on the device row by row
     filtered: bool  # whether any row has top-k, top-p or min-p: known on the host, for filters cost something
-    special: Plan | None = None  # where rows ask for more than drafts and sampling; never in graphs
+    special: Plan | None = None  # where rows ask for more than drafts and sampling: no graphs but `forward_key`'s
     guidance: Guides | None = None  # the host's part in it
     total: int = 0  # nodes that are verified, over all rows; 0: all
     edited: bool = False  # whether rows have penalties or biases that the sampler applies by row
     adapted: bool = False  # whether rows have adapters
+    forward_key: Key | None = None  # whose forward of the target is replayed, where there is no `key`
 
 
 class Pending(NamedTuple):

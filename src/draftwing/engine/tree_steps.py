@@ -13,7 +13,7 @@ from torch import Tensor
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.core import Plan
 from draftwing.engine.devices.base import Device
-from draftwing.engine.graphs import Beside, GraphCache, Key, RecordedStages
+from draftwing.engine.graphs import FIRST, Beside, GraphCache, Key, RecordedStages
 from draftwing.engine.image_features import ImageFeatures
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
@@ -71,9 +71,16 @@ class TreeSteps:
         if key is None:
             rows, groups = self._table.upload_step(plan)
             total = len(plan.rows) * plan.shape.verified if known and not whole else 0
+            forward_key = None
+            if special and not plan.mixed and not plan.shape.verified:
+                forward_key = self._graphs.forward_key(plan.shape, len(plan.rows))
+            if forward_key is not None:
+                self._graphs.count(plan.shape, len(plan.rows))
+                self._graphs.set_rows(plan.rows, forward_key.size)
+                rows = self._graphs.rows[: forward_key.size]
             return TreeStep(
                 None, rows, plan.shape, plan.max_kv_len, groups, filtered, plan if special else None, guidance, total,
-                edited, plan.adapted,
+                edited, plan.adapted, forward_key,
             )  # fmt: skip
         self._table.upload_state(plan)
         self._graphs.set_rows(plan.rows, key.size)
@@ -94,6 +101,8 @@ class TreeSteps:
         """run: `GraphCache.run` or `capture`"""
         key = (step.key, step.edited) if step.key is not None and step.edited else step.key
         drafted = run("draft", key, self.draft, step)
+        if step.forward_key is not None:
+            key, drafted = step.forward_key, self._graphs.give(step.forward_key, drafted)
         if step.adapted:
             return drafted, run("verify", None if key is None else Beside(key), self.verify_adapted, drafted)
         return drafted, run("verify", key, self._verify, drafted)
@@ -112,16 +121,24 @@ class TreeSteps:
         return drafted if self._images is None else drafted._replace(batch=self._images.turned(drafted.batch))
 
     def _drafted(self, step: TreeStep) -> DraftBatch:
-        rows, shape, special, guidance = step.rows, step.shape, step.special, step.guidance
+        rows, shape, special = step.rows, step.shape, step.special
         if shape == PLAIN:  # there is nothing to propose
             return self._batches.last_tokens(rows, step.bound)
-        if special is not None and guidance is not None:
-            self._features.constrain(special, rows, guidance)
-        edits = self._features.draft_edits(special) if step.edited or special is not None else None
-        draft = self._propose(rows, shape, step.bound, step.groups.noisy, edits)
+        draft = self._proposed(step)
         if special is not None:
-            draft = self._features.adjust(special, rows, draft, guidance)
+            draft = self._features.adjust(special, rows, draft, step.guidance)
         return self._batches.trees(rows, draft, shape, step.bound, self._calibration, step.total)
+
+    def _proposed(self, step: TreeStep) -> Draft:
+        rows, special, edits, constrained = step.rows, step.special, None, False
+        if special is not None and step.guidance is not None:
+            constrained = self._features.constrain(special, rows, step.guidance)
+        if step.edited or special is not None:
+            edits = self._features.draft_edits(special)
+        if step.forward_key is not None and edits is None and not constrained:
+            drafted: DraftBatch = self._graphs.run(FIRST, step.forward_key, self.draft, step)
+            return drafted.draft
+        return self._propose(rows, step.shape, step.bound, step.groups.noisy, edits)
 
     def _verify(self, drafted: DraftBatch) -> Verified:
         return Verified(*self._target.run(drafted.batch))
