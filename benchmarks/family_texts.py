@@ -2,12 +2,13 @@
 random weights made from its config. How many of 80 are the same tokens?
 
     python benchmarks/family_texts.py [--families gemma4-12b,..] [--formats none,fp8] [--seconds 150] [--out FILE]
-        [option=value ...]
+        [--files] [option=value ...]
 
 First without drafts, one request at a time. Then with each drafter as a chain and as a tree, 16 requests at once,
 beside prompts in the same step, with half of each prompt in the cache. Each engine answers all prompts twice: SUFFIX
 knows the second time what comes, so most of its drafts are accepted. A family is a process, `--at-once` of them run.
-FILE has what is known so far, after each engine. Options are those of all engines, such as tp_size=2.
+FILE has what is known so far, after each engine. Options are those of all engines, such as tp_size=2. With --files
+weights are read from files, so that they do not depend on the number of ranks, and digests of texts can be compared.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "src"), str(ROOT / "tests")]
 
+import random_models  # noqa: E402
 from hybrid_gpu import config_of  # noqa: E402
 from load_runs import listed, options_of  # noqa: E402
 from reference import hf_configs as real  # noqa: E402
@@ -53,6 +55,7 @@ def published(name: str) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": random_models.LLAMA_8B | SMALL | HEADS | {"num_nextn_predict_layers": 0},
     "glm-4.7-flash": real.GLM47_FLASH | SMALL | EXPERTS,
     "deepseek-v3": real.DEEPSEEK_V3 | SMALL | LATENT | {"q_lora_rank": 512},
     "gemma4-12b": real.GEMMA4_31B | SMALL | GEMMA | {"num_attention_heads": 8, "num_key_value_heads": 4},
@@ -149,7 +152,7 @@ CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_n
 TREE = {"speculative_num_steps": 4, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
 
 
-def written(folder: Path, name: str) -> dict[str, Any]:
+def written(folder: Path, name: str, files: bool = False) -> dict[str, Any]:
     """Writes the family's config, and an assistant's where it has one -> the options of its own drafter."""
     config = dict(FAMILIES[name])
     config.pop("quantization_config", None)
@@ -168,9 +171,13 @@ def written(folder: Path, name: str) -> dict[str, Any]:
         write(folder / "assistant", assistant)
     write(folder / "model", config)
     write_tokenizer(folder / "model")
+    if files:
+        random_models.write_weights(folder / "model", "cpu")
     if name.startswith("gemma4"):
         return {"speculative_algorithm": "FROZEN_KV_MTP", "speculative_draft_model_path": str(folder / "assistant")}
-    return {"speculative_algorithm": "NEXTN" if config["num_nextn_predict_layers"] else "NGRAM"}
+    # Of prediction layers only Qwen3.5's are written.
+    layers = config.get("mtp_num_hidden_layers" if files else "num_nextn_predict_layers")
+    return {"speculative_algorithm": "NEXTN" if layers else "NGRAM"}
 
 
 def write(folder: Path, config: dict[str, Any]) -> None:
@@ -191,8 +198,9 @@ def answers(folder: Path, args: argparse.Namespace, at_once: int, **options: Any
         {"temperature": 0.8 * (i % 2), "sampling_seed": i, "max_new_tokens": args.tokens, "ignore_eos": True}
         for i in range(args.count)
     ]
+    weights = "auto" if args.files else "dummy"
     given = {
-        "device": args.device, "load_format": "dummy", "dtype": "bfloat16", "max_total_tokens": 65536, "random_seed": 1,
+        "device": args.device, "load_format": weights, "dtype": "bfloat16", "max_total_tokens": 65536, "random_seed": 1,
         "max_running_requests": at_once, "chunked_prefill_size": 256, "log_level": "warning",
         "quantization": args.format,
     } | options_of(args.options)  # fmt: skip
@@ -215,7 +223,7 @@ def one_family(args: argparse.Namespace) -> None:
     """Prints a line of JSON for each engine."""
     name = args.one
     with tempfile.TemporaryDirectory() as made:
-        own = written(Path(made), name)
+        own = written(Path(made), name, args.files)
         drafter = own.pop("speculative_algorithm")
         (plain,), said = answers(Path(made) / "model", args, 1, speculative_algorithm="none")
         said["different_tokens"] = len({token for answer in plain for token in answer})
@@ -240,6 +248,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=8, help="families")
     parser.add_argument("--seconds", type=float, default=150.0, help="after which what runs is stopped")
     parser.add_argument("--out", type=Path, default=Path("family_texts.json"))
+    parser.add_argument("--files", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--format", help=argparse.SUPPRESS)
     parser.add_argument("options", nargs="*", metavar="option=value", help="of all engines")
@@ -255,6 +264,7 @@ def main() -> None:
             form, name = key = todo.pop(0)
             command = [sys.executable, __file__, "--one", name, "--format", form, "--device", args.device]
             command += ["--count", str(args.count), "--tokens", str(args.tokens), *args.options]
+            command += ["--files"] * args.files
             log = logs / f"{form} {name}"
             with log.open("w") as file, log.with_suffix(".err").open("w") as errors:
                 running[key] = subprocess.Popen(command, stdout=file, stderr=errors, text=True), log
