@@ -141,7 +141,10 @@ def test_special_rows_have_the_forward_alone_from_graphs(harness, case, drafter)
             rig.submit(str(i), prompt, param)
         calls.append(count_calls(rig.executor, Counter()))
         found.append(rig.run())
-    assert found[0].tokens == found[1].tokens and found[0].logprobs == found[1].logprobs
+    assert found[0].tokens == found[1].tokens
+    for uid, tokens in found[0].logprobs.items():  # a GPU's products have other bits in a padded batch
+        ours, theirs = ([one.value for one in some] for some in (tokens, found[1].logprobs[uid]))
+        assert ours == pytest.approx(theirs, abs=1e-4)
     assert {name: tokens for name, tokens in found[1].tokens.items() if name in expected.tokens} == expected.tokens
     without, some = calls
     assert without["verify", False] == without["commit", False] > 30
