@@ -137,3 +137,20 @@ def test_switches_are_refused_or_what_transformers_makes_of_them(tmp_path: Path,
             config["num_hidden_layers"] = max(3, config.get("num_hidden_layers", 3))
         found.append(is_the_same(tmp_path / str(i), name, config, 3e-4))
     assert found.count(True) > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("hy3-preview", {"route_norm": False}),
+        ("hy3-preview", {"norm_topk_prob": False}),
+        ("qwen3-vl-8b-instruct", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+        ("qwen3-vl-30b-a3b-instruct", {"use_sliding_window": True, "sliding_window": 5}),
+        ("glm-4.1v-9b-thinking", {"attention_bias": False}),
+    ],
+)
+def test_what_transformers_does_not_read(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+    config = published(name)
+    inner = config.get("text_config")
+    config = {**config, "text_config": {**inner, **changes}} if inner else {**config, **changes}
+    assert is_the_same(tmp_path, name, config, 1e-3) is not None

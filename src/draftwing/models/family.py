@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -49,6 +50,7 @@ class Whole(NamedTuple):
 
     tower: makes what reads images of its config and of `vision_config`; None: that is not served.  sections: pairs of a
     head that are turned by time, height and width, by turns, where a config does not say; none: positions are plain.
+    only: values that keys of the language model may have, which means something else, or nothing, within this one.
     """
 
     model_type: str
@@ -56,6 +58,7 @@ class Whole(NamedTuple):
     text: str = ""
     tower: Callable[[Fields, Fields], TowerConfig] | None = None
     sections: tuple[int, ...] = ()
+    only: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 
 
 _PREFIXES = {

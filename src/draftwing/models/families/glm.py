@@ -60,7 +60,7 @@ FAMILIES = {
             "pre_feedforward_layernorm": "post_attention_layernorm",
             "post_feedforward_layernorm": "post_mlp_layernorm",
         },
-        wholes={"Glm4vForConditionalGeneration": Whole("glm4v", _OF_VISION)},
+        wholes={"Glm4vForConditionalGeneration": Whole("glm4v", _OF_VISION, only={"attention_bias": (True,)})},
         gguf=InGGUF("glm4", names={"ffn_up": "mlp.gate_up_proj"}),
     ),
     "Glm4MoeForCausalLM": Family(

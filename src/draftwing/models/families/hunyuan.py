@@ -61,6 +61,8 @@ _V3_NAMES = {
 
 
 def _v3_keys(fields: Fields) -> dict[str, Any]:
+    for name in ("route_norm", "norm_topk_prob"):  # others read neither, and always norm
+        fields.check(name, (True,))
     usual = {"router_scaling_factor": 2.826, "num_experts_per_tok": 8, "num_experts": 192}
     found = {key: value for key, value in usual.items() if not fields.has(key)}
     return found | fields.overruled(found).renamed(_V3_NAMES)

@@ -55,7 +55,10 @@ def _keys(fields: Fields) -> dict[str, Any]:
 
 NEUTRAL: dict[str, Values] = {"use_qk_norm": (True,), "qk_norm": (True,), "qkv_bias": (False,)}  # of Qwen3
 _OF_QWEN2 = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
-_SEES: dict[str, Any] = {"tower": partial(tower, token=151655, taps=True), "sections": (24, 20, 20)}
+_SEES: dict[str, Any] = {
+    "tower": partial(tower, token=151655, taps=True), "sections": (24, 20, 20),
+    "only": {"use_sliding_window": (False,)},
+}  # fmt: skip
 FAMILIES = {
     "Qwen2ForCausalLM": Family(
         "qwen2",
