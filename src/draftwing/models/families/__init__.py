@@ -85,8 +85,8 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     for architecture, _, whole in found:
         own = whole.text or FAMILIES[architecture].model_type
         if text in (None, own) or not (whole.text or text in others):
-            for name, served in whole.only.items():
-                inner.check(name, served)
+            for name, values in whole.only.items():
+                inner.check(name, values)
             outer = {key: config[key] for key in _OF_BOTH if config.get(key) is not None}
             return {**whole.defaults, **dict(inner.items()), **outer, "architectures": [architecture]}
     served = ", ".join(whole.text or FAMILIES[architecture].model_type for architecture, _, whole in found)
