@@ -64,10 +64,10 @@ class Quality:
 def prompts(count: int) -> list[str]:
     """First turns, evenly spread over the files."""
     found = []
-    for name in FILES:
+    for file, name in enumerate(FILES):
         rows = [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
         texts = [row["turns"][0] if "turns" in row else row["prompt"] for row in rows]
-        share = count // len(FILES)
+        share = (count + len(FILES) - 1 - file) // len(FILES)  # of an odd count the first file has one more
         found += [texts[i * len(texts) // share] for i in range(share)]
     return found
 
@@ -122,6 +122,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--json", type=Path, help="rows and texts go to this file, too")
     args = parser.parse_args()
+    if args.prompts < 1:
+        parser.error("--prompts: expected one at least")
     texts, kept = prompts(args.prompts), []
     print("| setting | ended in half | ended | tokens | distinct | looped | loop | logprob |")
     print("|---|---|---|---|---|---|---|---|")

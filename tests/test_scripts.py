@@ -54,6 +54,22 @@ def test_one_runs(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 51])
+def test_sampling_is_measured_with_so_many_prompts(count: int) -> None:
+    found = script(ROOT / "benchmarks" / "sampling_quality.py").prompts(count)
+    assert len(found) == len(set(found)) == count
+
+
+def test_sampling_is_measured_with_one_prompt(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = script(ROOT / "benchmarks" / "sampling_quality.py")
+    own = ["--prompts=1", "--tokens=2", "temperature=0"]
+    monkeypatch.setattr(sys, "argv", ["sampling_quality", f"--model={model}", *own])
+    run.main()
+    assert "temperature=0" in capsys.readouterr().out.splitlines()[-1]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["host_level", "sleep"])
 def test_what_turns_an_engine_itself_runs(

@@ -8,7 +8,7 @@ import io
 import struct
 import zlib
 from typing import Any
-from urllib.parse import SplitResult
+from urllib.parse import SplitResult, quote
 
 import anthropic
 import numpy as np
@@ -230,6 +230,7 @@ def test_what_is_no_picture_is_refused(client: TestClient, url: str, words: str)
 def test_how_data_may_be_written(client: TestClient, engine: FakeEngine, head: str) -> None:
     """As browsers read it; a picture is told by its bytes."""
     pictures = [DATA, base64.urlsafe_b64encode(encoded(SHOWN)).decode(), DATA.rstrip("="), f"{DATA[:40]}\n{DATA[40:]} "]
+    pictures += [quote(DATA, safe=""), "".join(f"%{ord(char):02x}" for char in DATA)]
     for data in pictures:
         content = [{"type": "image_url", "image_url": {"url": head + data}}]
         response = client.post(CHAT, json={"messages": [USER | {"content": content}], "max_tokens": 1})
@@ -299,9 +300,22 @@ def test_a_bomb_is_refused_by_its_header(client: TestClient) -> None:
     assert f"at most {MAX_PIXELS}" in refusal(client, data_of(data))
 
 
-def test_more_images_than_a_request_may_have(client: TestClient) -> None:
+def test_more_images_than_a_prompt_may_have(client: TestClient, engine: FakeEngine) -> None:
+    """Of a request with many prompts each may have so many."""
     body = {"messages": [USER | {"content": [OPENAI] * (MAX_IMAGES + 1)}]}
     response = client.post(CHAT, json=body)
+    assert response.status_code == 400 and f"at most {MAX_IMAGES} images" in response.text
+    many, one = MAX_IMAGES + 1, MAX_IMAGES // 2 + 1
+    for prompts, of_each in ((many, 1), (2, one), (1, MAX_IMAGES)):
+        engine.requests.clear()
+        for shown in ([[URL] * of_each] * prompts, URL) if of_each == 1 else ([[URL] * of_each] * prompts,):
+            body = {"text": ["<|image_pad|>" * of_each] * prompts, "image_data": shown}
+            response = client.post("/generate", json=body | {"sampling_params": {"max_new_tokens": 1}})
+            assert response.status_code == 200, response.text
+            assert [len(request.images) for request in engine.requests] == [of_each] * prompts
+            engine.requests.clear()
+    body = {"text": ["<|image_pad|>" * many, "a"], "image_data": [[URL] * many, []]}
+    response = client.post("/generate", json=body)
     assert response.status_code == 400 and f"at most {MAX_IMAGES} images" in response.text
 
 

@@ -193,7 +193,7 @@ OF_REQUESTS = _each({  # our name of the same field of a request
 
 WITHOUT_COUNTERPART = _each({  # why there is none, and what to do
     "an adapter of llama.cpp's is given by name, as --lora-modules name=FILE.gguf": "lora lora_scaled",
-    "a request may have 64 images, which are prepared as the model's files say": (
+    "a prompt may have 64 images, which are prepared as the model's files say": (
         "limit_mm_per_prompt mm_processor_kwargs"
     ),
     "all layers and their KV are on the device that --device names": (

@@ -12,7 +12,7 @@ from draftwing.errors import RequestError
 if TYPE_CHECKING:
     from PIL.Image import Image, Resampling
 
-MAX_IMAGES: Final = 64  # of a request
+MAX_IMAGES: Final = 64  # of a prompt
 MAX_BYTES: Final = 20 << 20  # of a picture, encoded
 MAX_PIXELS: Final = 1 << 26  # of a picture, by its header
 MAX_RATIO: Final = 200  # of a picture's sides

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from hashlib import sha256  # processors have instructions for it
 from typing import NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -75,11 +76,14 @@ def of_base64(text: str, where: str) -> bytes:
 
 
 def _pieces_of_base64(text: str) -> Iterator[bytes]:
-    """Decodes in pieces, between which other threads run: also what is written for addresses, or without `=` at its
-    end. Raises ValueError."""
-    left, ended = "", False
+    """Decodes in pieces, between which other threads run: also what is written for addresses, percent-encoded (RFC
+    2397), or without `=` at its end. Raises ValueError."""
+    left, ended, cut = "", False, ""
     for at in range(0, len(text), _PIECE):
-        piece = left + "".join(text[at : at + _PIECE].split()).replace("-", "+").replace("_", "/")
+        piece = cut + text[at : at + _PIECE]
+        whole = len(piece) if at + _PIECE >= len(text) or "%" not in piece[-2:] else piece.rindex("%")
+        piece, cut = unquote(piece[:whole]), piece[whole:]  # cut: an escape that goes on in the next piece
+        piece = left + "".join(piece.split()).replace("-", "+").replace("_", "/")
         whole = len(piece) - len(piece) % 4
         piece, left = piece[:whole], piece[whole:]
         if ended and piece:
@@ -93,13 +97,13 @@ def _pieces_of_base64(text: str) -> Iterator[bytes]:
 
 
 def check_pictures(pictures: Sequence[Picture], processor: ImageProcessor | None) -> ImageProcessor:
-    """Raises RequestError for pictures that a model without a processor, or one request, cannot have."""
+    """Raises RequestError for pictures that a model without a processor, or one prompt, cannot have."""
     if processor is None:
         where = pictures[0].where
         raise RequestError(f"{where}: this model reads no images; send text alone, or serve one that does", where)
     if len(pictures) > MAX_IMAGES:
         where = pictures[MAX_IMAGES].where
-        raise RequestError(f"{where}: one request takes at most {MAX_IMAGES} images; found {len(pictures)}", where)
+        raise RequestError(f"{where}: one prompt takes at most {MAX_IMAGES} images; found {len(pictures)}", where)
     return processor
 
 
