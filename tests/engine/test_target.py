@@ -11,13 +11,14 @@ import pytest
 import torch
 from engine.tile_attention import TileAttention, paged
 from layer_kinds import HYBRIDS, KINDS, RECURRENT, config_of
+from toy_grammar import ToyGrammar
 
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.core import Chunk
 from draftwing.engine import prefill_graphs, prefill_inputs
 from draftwing.engine.graphs import WANTED, Key
 from draftwing.ops.attention.batch import Batch, spans_of
-from draftwing.requests.request import LogprobParams
+from draftwing.requests.request import LogprobParams, SpecLimits
 from draftwing.sched.state_slots import StateSizes
 
 
@@ -314,23 +315,40 @@ def test_recurrent_layers_beside_rows_that_decode(harness, monkeypatch, kind):
     assert rig.executor.prefills.mixed_replays > 1
 
 
-def test_rows_that_ask_for_more_run_without_graphs(harness, model, monkeypatch):
-    """Log probabilities, beside the prompt of another."""
+@pytest.mark.parametrize("drafts", [False, True])
+def test_rows_that_ask_for_more_have_the_forward_from_graphs(harness, model, monkeypatch, drafts):
+    """Log probabilities, a limit and a grammar, beside the prompts of others."""
     monkeypatch.setattr(prefill_graphs, "MIXED_ROWS", (2,))
     monkeypatch.setattr(prefill_graphs, "MIXED_QUERIES", 16)
-    prompts = harness.prompts_for(2, longest=8)
+    monkeypatch.setattr(prefill_graphs, "MIXED_NODES", 9)
+    prompts = harness.prompts_for(4, longest=8)
+    params = [harness.greedy(9), harness.greedy(7), harness.seeded(6, seed=2), harness.greedy(1)]
+    asks = [
+        {"logprobs": LogprobParams(2)},
+        {"limits": SpecLimits(1, 1, 2)},
+        {"grammar": ToyGrammar(1, harness.VOCAB)},
+        {},
+    ]
 
     def answers(rig):
-        rig.submit("0", prompts[0], harness.greedy(3), logprobs=LogprobParams(2))
-        second = partial(rig.submit, "1", prompts[1], harness.greedy(1))
-        return rig.run(between=lambda turn: None if turn else second())
+        def submit(i):
+            rig.submit(str(i), prompts[i], params[i], **asks[i])
+
+        submit(0)
+        return rig.run(between=lambda turn: submit(turn // 2 + 1) if turn % 2 == 0 and turn < 6 else None)
 
     expected = answers(harness.Rig(model, rows=1))
-    rig = rig_of(harness, model, monkeypatch, (16,), size=2, chunk=16, mixed=True)
+    asks[2] = {"grammar": ToyGrammar(1, harness.VOCAB)}  # the first one has come to its end
+    more = {}
+    if drafts:
+        book = harness.make_book(prompts, harness.plain_answers(model, prompts, params))
+        more = {"drafter": "oracle", "policy": harness.Cycle(TreeShape(2, 1, 3)), "book": book, "miss": 1}
+    rig = rig_of(harness, model, monkeypatch, (16,), size=2, rows=2, chunk=16, mixed=True, **more)
+    rig.executor.device.seconds = lambda begin, end: 0.0 if begin is end else 2e-3  # they decide how prompts are cut
     got = answers(rig)
-    assert got.tokens == expected.tokens and rig.stats.mixed == 1
+    assert got.tokens == expected.tokens and rig.stats.mixed > 0 and rig.executor.prefills.mixed_replays > 0
     values = [[one.value for one in found.logprobs["0"]] for found in (got, expected)]
-    assert len(values[0]) == 3 and values[0] == pytest.approx(values[1], abs=1e-4)
+    assert len(values[0]) == 9 and values[0] == pytest.approx(values[1], abs=1e-4)
 
 
 def test_nothing_is_mixed_where_no_graph_has_as_few_queries(harness, model, monkeypatch):

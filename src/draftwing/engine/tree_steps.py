@@ -71,11 +71,8 @@ class TreeSteps:
         if key is None:
             rows, groups = self._table.upload_step(plan)
             total = len(plan.rows) * plan.shape.verified if known and not whole else 0
-            forward_key = None
-            if special and not plan.mixed and not plan.shape.verified:
-                forward_key = self._graphs.forward_key(plan.shape, len(plan.rows))
+            forward_key = self._forward_key(plan) if special else None
             if forward_key is not None:
-                self._graphs.count(plan.shape, len(plan.rows))
                 self._graphs.set_rows(plan.rows, forward_key.size)
                 rows = self._graphs.rows[: forward_key.size]
             return TreeStep(
@@ -85,6 +82,15 @@ class TreeSteps:
         self._table.upload_state(plan)
         self._graphs.set_rows(plan.rows, key.size)
         return self.graph_step(key, filtered, edited, plan.adapted)
+
+    def _forward_key(self, plan: Plan) -> Key | None:
+        """Returns the key of the graphs whose forward of the target is replayed in a step with special rows."""
+        if plan.shape.verified:
+            return None
+        if plan.mixed:
+            return self._prefills.mixed_key(plan.shape, len(plan.rows))
+        self._graphs.count(plan.shape, len(plan.rows))
+        return self._graphs.forward_key(plan.shape, len(plan.rows))
 
     def graph_step(self, key: Key, filtered: bool, edited: bool = False, adapted: bool = False) -> TreeStep:
         known = self._graph_steps.get((key, filtered, edited, adapted))
@@ -99,13 +105,18 @@ class TreeSteps:
 
     def forward(self, step: TreeStep, run: Callable[..., Any]) -> tuple[DraftBatch, Verified]:
         """run: `GraphCache.run` or `capture`"""
-        key = (step.key, step.edited) if step.key is not None and step.edited else step.key
-        drafted = run("draft", key, self.draft, step)
-        if step.forward_key is not None:
-            key, drafted = step.forward_key, self._graphs.give(step.forward_key, drafted)
+        key, drafted = self.drafts(step, run)
         if step.adapted:
             return drafted, run("verify", None if key is None else Beside(key), self.verify_adapted, drafted)
         return drafted, run("verify", key, self._verify, drafted)
+
+    def drafts(self, step: TreeStep, run: Callable[..., Any]) -> tuple[Any, DraftBatch]:
+        """Returns the key by which the forward of the step runs, and what it reads. run: as of `forward`."""
+        key = (step.key, step.edited) if step.key is not None and step.edited else step.key
+        drafted: DraftBatch = run(FIRST, key, self.draft, step)
+        if step.forward_key is None:
+            return key, drafted
+        return step.forward_key, self._graphs.give(step.forward_key, drafted)
 
     def finish(
         self, step: TreeStep, drafted: DraftBatch | None, verified: Verified | None, run: Callable[..., Any]
