@@ -25,7 +25,7 @@ from scripted import wait_until
 
 from draftwing import LLM
 from draftwing.cli.answerers import Fields, InProcess, Messages, Piece, Remote, Usage
-from draftwing.cli.chat import Chat, ask
+from draftwing.cli.chat import Chat, ask, asked, picture_part
 from draftwing.cli.client import Client
 from draftwing.cli.commands import take_question
 from draftwing.cli.main import main
@@ -248,7 +248,7 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "/no/such/file cannot be read" in capsys.readouterr().err
     talk(model, f"/load {tmp_path / 'saved'}", "c")
     assert model.asked[-1][0][0] == shown
-    ask(model, "d", None, {}, [str(file)])
+    ask(model, asked("d", [picture_part(str(file))]), None, {})
     assert model.asked[-1][0] == [{**shown, "content": [picture, {"type": "text", "text": "d"}]}]
 
 
@@ -269,7 +269,7 @@ def test_in_process(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         assert next(pieces) is not None and usage.tokens > 0
         pieces.close()
         assert llm.engine.idle()
-        ask(answerer, "hello", None, {"temperature": 0, "max_new_tokens": 12})
+        ask(answerer, asked("hello"), None, {"temperature": 0, "max_new_tokens": 12})
         out, error = capsys.readouterr()
         assert out.strip("\n") == expected[0].text.strip("\n")
         assert "12 tokens" in error and "acceptance length" in error
@@ -277,6 +277,22 @@ def test_in_process(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     argv = ["chat", model, "--temperature", "0", "--max-tokens", "12", "--max-total-tokens", "2000"]
     assert main(argv) == 0
     assert capsys.readouterr().out.strip("\n") == expected[0].text.strip("\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "piped"),
+    [([], ""), ([], " \n\n"), ([], None), (["--image", "/no/such/file"], "hi"), (["why", "--image", "/"], ""),
+     (["why\udcff"], ""), (["why"], "a\udcff")],
+)  # fmt: skip
+def test_no_model_is_loaded_for_what_can_have_no_answer(
+    model: str, words: list[str], piped: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr("draftwing.engine.engine.Engine.__init__", lambda *args, **kwargs: loaded.append(args))
+    monkeypatch.setattr("sys.stdin", piped if piped is None else io.StringIO(piped))
+    assert main(["chat", model, *words]) == 2
+    out, error = capsys.readouterr()
+    assert not loaded and not out and len(error.splitlines()) == 1 and error.startswith("draftwing: error: ")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -55,12 +56,15 @@ ABSENT = "/no/such/model"
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "run", "bench"])
-def test_a_model_may_stand_without_its_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_may_stand_without_its_option(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for argv in (
         [ABSENT],
         ["--port", "0", ABSENT],
         [ABSENT, "--model", ABSENT],
     ):
+        monkeypatch.setattr("sys.stdin", io.StringIO("a question"))
         assert main([command, *argv]) == 2
         assert "does not exist" in capsys.readouterr().err
     assert main([command, "a", "--model", "b"]) == 2

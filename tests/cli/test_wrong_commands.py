@@ -3,6 +3,7 @@ names what to type instead, before any weight is read: those of the model here c
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -104,8 +105,9 @@ WRONG = [
 
 @pytest.mark.parametrize(("command", "says"), WRONG, ids=[command for command, _ in WRONG])
 def test_it_says_what_to_do(
-    command: str, says: str, places: dict[str, str], capsys: pytest.CaptureFixture[str]
+    command: str, says: str, places: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("a question"))
     words = [word.format(**places) for word in shlex.split(command)]
     usage = ""
     try:

@@ -28,13 +28,11 @@ _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-def ask(
-    answerer: Answerer, question: str, system: str | None, fields: Fields, images: Sequence[str] = ()
-) -> None:  # fmt: skip
-    """Prints the answer to one question, with the pictures of files, and on standard error how it was made. Raises
+def ask(answerer: Answerer, question: dict[str, Any], system: str | None, fields: Fields) -> None:
+    """Prints the answer to one question, which `asked` made, and on standard error how it was made. Raises
     DraftwingError."""
     usage, stopwatch = Usage(), Stopwatch()
-    messages: Messages = [*_system(system), _asked(question, [*map(picture_part, images)])]
+    messages: Messages = [*_system(system), question]
     screen, text = Screen(sys.stdout), ""
     try:
         with closing(answerer.answer(messages, fields, usage)) as pieces:
@@ -73,7 +71,8 @@ def picture_part(file: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
 
 
-def _asked(question: str, pictures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def asked(question: str, pictures: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Returns a question as a message. Raises RequestError. pictures: those that `picture_part` made."""
     text = check_text(question, "the question")
     return {"role": "user", "content": [*pictures, {"type": "text", "text": text}] if pictures else text}
 
@@ -82,13 +81,13 @@ class Chat:
     """A conversation in the terminal.
 
     read: returns the next question, or raises EOFError or KeyboardInterrupt.  system: the system prompt.
-    fields: sampling parameters that the user has set; the model's own are those of others.  images: files
-    whose pictures come with the first question.
+    fields: sampling parameters that the user has set; the model's own are those of others.  pictures: those that
+    come with the first question, as `picture_part` makes them.
     """
 
     def __init__(
         self, answerer: Answerer, read: Callable[[], str], system: str | None, fields: Fields,
-        images: Sequence[str] = (),
+        pictures: Sequence[dict[str, Any]] = (),
     ) -> None:  # fmt: skip
         self._answerer, self._read = answerer, read
         self._system, self._fields = system, dict(fields)
@@ -96,7 +95,7 @@ class Chat:
         self._screen = Screen(sys.stdout)
         self._files: set[Path] = set()  # that this conversation was saved to or loaded from
         self._leaving = False
-        self._pictures = [picture_part(file) for file in images]  # of the next question
+        self._pictures = [*pictures]  # of the next question
 
     def run(self) -> None:
         """Reads and answers until the user leaves."""
@@ -123,7 +122,7 @@ class Chat:
                                        "needs a space before it)")  # fmt: skip
                 COMMANDS[name][0](self, rest.strip())
             elif text.strip():
-                self._messages.append(_asked(text.strip(), self._pictures))
+                self._messages.append(asked(text.strip(), self._pictures))
                 if self._answer():
                     self._pictures = []
                 else:

@@ -211,20 +211,22 @@ def run_chat(arguments: dict[str, Any]) -> None:
     from draftwing.cli.line_reader import LineReader
 
     own = _taken(arguments, "url", "system", "image", "max_tokens", "temperature", "question")
-    images = own["image"] or []
     named = {"max_new_tokens": own["max_tokens"], "temperature": own["temperature"]}
     fields = {name: value for name, value in named.items() if value is not None}
-    chat.check_fields(fields)  # before a model is loaded
+    # What can be wrong is found before a model is loaded.
+    chat.check_fields(fields)
+    pictures = [*map(chat.picture_part, own["image"] or [])]
     typed = own["question"] is None and chat.at_terminal()
+    question = None if typed else chat.asked(chat.piped_question(own["question"]), pictures)
     # The engine's lines would stand between the answers.
     level = _log(arguments)
     remote = partial(Remote, model=None if own["url"] is None else arguments.pop("model", None))
     with _opened(own["url"], arguments, remote, InProcess, level, typed or sys.stderr.isatty()) as answerer:
-        if not typed:
-            chat.ask(answerer, chat.piped_question(own["question"]), own["system"], fields, images)
+        if question is not None:
+            chat.ask(answerer, question, own["system"], fields)
             return
         with LineReader(cache_folder() / "chat_history", [*chat.COMMANDS]) as lines:
-            chat.Chat(answerer, lines.read, own["system"], fields, images).run()
+            chat.Chat(answerer, lines.read, own["system"], fields, pictures).run()
 
 
 def _log(arguments: Mapping[str, Any]) -> str:
