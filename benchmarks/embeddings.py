@@ -76,7 +76,10 @@ SHAPE = {
     "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 32768, "tie_word_embeddings": True,
 }  # fmt: skip
 THETA = 1e6  # of rotary embeddings
-TINY = {"intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+TINY = {
+    "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # fmt: skip
 
 
 def random_model(tiny: bool = False) -> Any:

@@ -16,19 +16,31 @@ from changed import Changed
 SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
 MOST = 2  # cases of a slow test that `make test` runs, where other tests show the same of other cases
 THINNED = ("tests/engine", "tests/spec", "tests/train")  # of ops, planted faults in Triton would get through
-# Files that take ten seconds and more, the longest first.
+# Files that take ten seconds and more beside two others, the longest first.
 LONGEST = (
-    "tests/engine/process/test_ranks.py", "tests/test_readme.py", "tests/train/test_command.py",
-    "tests/train/test_traffic_stages.py", "tests/engine/startup/test_precompile.py",
-    "tests/engine/startup/test_executor.py", "tests/engine/test_hybrid_models.py",
-    "tests/train/test_fit.py", "tests/engine/test_heads.py", "tests/engine/test_family_formats.py",
-    "tests/engine/test_fp8_activations.py", "tests/cli/test_main.py", "tests/server/test_attacks.py",
-    "tests/sched/policy/test_shape_policy.py", "tests/ops/test_delta_net.py",
-    "tests/spec/test_model_drafter_reference.py", "tests/ops/experts/test_cuda.py",
-    "tests/sched/test_scheduler_stateful.py", "tests/engine/test_exact.py", "tests/engine/test_no_host_reads.py",
-    "tests/engine/test_requests.py", "tests/ops/cpu/test_extension.py", "tests/ops/test_suffix.py",
-    "tests/engine/test_draft_kv_backlog.py", "tests/test_docs.py",
-    "tests/engine/test_sleep.py", "tests/server/router/test_processes.py",
+    "tests/test_beside.py", "tests/engine/test_host_level.py", "tests/ops/test_delta_net.py",
+    "tests/engine/test_images.py", "tests/engine/test_adapters.py", "tests/engine/test_saved_prefixes.py",
+    "tests/engine/test_hybrid_models.py", "tests/engine/test_exact_adapters.py", "tests/images/test_attacks.py",
+    "tests/ops/test_triton_compiled.py", "tests/ops/gemm/test_cuda_wgmma.py", "tests/engine/test_answer_checks.py",
+    "tests/engine/startup/test_precompile.py", "tests/engine/test_sleep.py", "tests/engine/test_head_fit.py",
+    "tests/ops/experts/test_experts.py", "tests/train/test_command.py", "tests/train/test_traffic_stages.py",
+    "tests/engine/startup/test_executor.py", "tests/test_readme.py", "tests/models/test_hostile_configs.py",
+    "tests/engine/process/test_ranks.py", "tests/engine/test_receipts.py", "tests/cli/test_main.py",
+    "tests/models/test_published.py", "tests/ops/attention/test_kinds.py", "tests/engine/test_three_sources.py",
+    "tests/server/router/test_processes.py", "tests/engine/test_random_images.py",
+    "tests/models/test_changed_configs.py", "tests/ops/attention/test_attend.py", "tests/server/test_attacks.py",
+    "tests/ops/test_adapters.py", "tests/engine/test_triton_engine.py", "tests/server/batches/test_restart.py",
+    "tests/engine/test_requests.py", "tests/engine/test_exact.py", "tests/train/test_blocks.py",
+    "tests/ops/test_cuda_compile.py", "tests/parallel/test_shares.py", "tests/models/test_decoder.py",
+    "tests/models/families/test_qwen_hybrid.py", "tests/ops/test_suffix.py",
+    "tests/engine/test_saved_prefixes_killed.py", "tests/test_smollm2.py", "tests/ops/attention/test_triton.py",
+    "tests/engine/test_no_host_reads.py", "tests/server/test_adapters.py", "tests/engine/test_swap.py",
+    "tests/engine/test_exact_states.py", "tests/test_architecture.py", "tests/engine/test_heads.py",
+    "tests/ops/cpu/test_extension.py", "tests/sched/policy/test_shape_policy.py", "tests/ops/test_ngram.py",
+    "tests/spec/test_model_drafter_reference.py", "tests/engine/test_assistant.py",
+    "tests/server/batches/test_batches.py", "tests/clients/test_router.py", "tests/engine/test_lazy_states.py",
+    "tests/engine/test_blocks.py", "tests/sched/test_scheduler_stateful.py", "tests/ops/gemm/test_cuda_groups.py",
+    "tests/models/test_family_formats.py", "tests/engine/test_target.py", "tests/ops/attention/test_groups.py",
 )  # fmt: skip
 ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)  # of a file
 
@@ -99,8 +111,7 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()
+        gc.freeze()  # with what is garbage: to look for it takes 2 s
         gc.enable()
         gc.set_threshold(5000)  # after 700 allocations it takes 2% of the time; engines of a server never look
 

@@ -16,6 +16,9 @@ SLOTS = 2 * ROWS + 2  # of states: two of each row, and two that are saved
 PARENTS = [0, 0, 0, 1, 1, 2, 5, 6]
 ACCEPTED = [0, 2, 5]  # of the tree
 Make = Callable[..., Tensor]  # of a shape, in the model's dtype
+Prompts = tuple[tuple[tuple[int, int], tuple[tuple[int, int], ...]], ...]  # lengths of chunks, and what is saved
+PROMPTS: Prompts = ((3, 70), ()), ((80, 2), ((1, 5), (66, 6)))  # more than 64 tokens, which a CPU makes ready at once
+SHORT: Prompts = ((3, 14), ()), ((20, 2), ((1, 5), (12, 6)))  # for kernels that go token by token
 
 
 class DeltaSteps:
@@ -95,9 +98,9 @@ class DeltaSteps:
             here.copy_(here[order])
         self.kv_len += len(accepted)
 
-    def all(self) -> Iterator[Tensor]:
+    def all(self, prompts: Prompts = PROMPTS) -> Iterator[Tensor]:
         """What each step gives, and all that is kept at the end."""
-        for lengths, saves in (((3, 70), ()), ((80, 2), ((1, 5), (66, 6)))):
+        for lengths, saves in prompts:
             yield self.run(self.chunks(lengths, saves), self.inputs(sum(lengths)))
             self.kv_len += torch.tensor(lengths)
             self.advance(self.kv_len - 1)

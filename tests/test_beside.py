@@ -188,6 +188,7 @@ def test_cards(cards: list[str], case: str, expected: list[list[str]], tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.further(name=["llama-70b", "qwen3.5-27b-pictures", "tiny", "tiny-pictures"])  # others have their parts
 @pytest.mark.parametrize("name", [name for name in models.MODELS if not name.endswith("embedding")])
 def test_configs_are_taken(name: str, tmp_path: Path) -> None:
     """At their real sizes, of which nothing is allocated."""

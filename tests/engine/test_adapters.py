@@ -69,6 +69,7 @@ DRAFTERS = {
 
 
 @pytest.mark.further(drafter=["none", "ngram"], dtype="bfloat16")
+@pytest.mark.further(drafter="none", dtype="float32")
 @pytest.mark.further(drafter="suffix", dtype=["float32", "auto"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("dtype", ["float32", "auto", "bfloat16"])
@@ -103,7 +104,7 @@ def drafting(kind: str, folder: Path) -> tuple[Path, dict[str, Any], list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.further(drafter=["none", "ngram", "NEXTN", "DFLASH"])
+@pytest.mark.further(drafter=[*DRAFTERS, "NEXTN", "DFLASH"])
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "EAGLE3", "NEXTN", "DFLASH"])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("auto", marks=pytest.mark.exhaustive)])
 def test_32_adapters_take_turns_in_a_few_slots(target: Path, tmp_path: Path, drafter: str, dtype: str) -> None:

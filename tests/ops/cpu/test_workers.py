@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from timed import succeeds
 
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.errors import ConfigError
@@ -32,11 +33,14 @@ weight, x = (torch.randn(size, 1024, generator=torch.Generator().manual_seed(siz
 gemm, expected = ops.block_gemm([ops.quantize(weight, "Q8_0")], torch.float32), None
 
 
+end = time.monotonic() + 40
+
+
 def until(active, seconds=0.0):
     global expected
     start = time.monotonic()
     while ops.workers.active != active or time.monotonic() < start + seconds:
-        if time.monotonic() > start + 20:  # another program has the processor
+        if time.monotonic() > end:  # another program has the processor
             print("inf")
             sys.exit()
         found = gemm.linear(x, None, None)
@@ -64,14 +68,18 @@ print(min(seconds, default=0.0))
 """
 
 
+def printed(script: str) -> str:
+    found = subprocess.check_output([sys.executable, "-c", script], text=True, timeout=120).strip()
+    print(found)  # for whoever reads of a failure
+    return found
+
+
 @pytest.mark.timing
 @pytest.mark.skipif(KERNELS is not None and not KERNELS.can_adapt, reason="clocks of threads go by ticks here")
 def test_a_team_goes_on_with_fewer_and_comes_back() -> None:
     """Soon, as the team was fast before: 80 times the loss would be 0.35 s. Other programs add to it, so the shortest
     time counts, and it is measured again where they had both processors."""
-    assert any(
-        float(subprocess.check_output([sys.executable, "-c", STARVED], text=True, timeout=60)) < 0.2 for _ in range(3)
-    )
+    assert succeeds(lambda: float(printed(STARVED)) < 0.2, times=3)
 
 
 def test_there_are_as_many_as_torch_has() -> None:
@@ -108,7 +116,9 @@ sys.setswitchinterval(0.1)  # so long others keep the lock, once they have it
 threading.Thread(target=loop, daemon=True).start()
 end, active, seconds = time.monotonic() + 20, 0, 0.0
 while not (active == 2 and seconds > 0.1):  # this machine may do something else, too
-    assert time.monotonic() < end, (active, seconds)
+    if time.monotonic() > end:
+        print(active, seconds)
+        sys.exit()
     ops.workers.hold(None)
     start = time.monotonic()
     stage.replay()
@@ -121,7 +131,7 @@ print("done")
 @pytest.mark.skipif(KERNELS is not None and not KERNELS.can_adapt, reason="clocks of threads go by ticks here")
 def test_a_stage_beside_another_thread_of_python() -> None:
     """It waits for Python's lock without a loss of threads."""
-    assert subprocess.check_output([sys.executable, "-c", STAGES], text=True, timeout=60) == "done\n"
+    assert succeeds(lambda: printed(STAGES) == "done")
 
 
 FORKED = """
@@ -149,7 +159,7 @@ print(os.waitpid(child, 0)[1])
 @pytest.mark.slow
 def test_a_forked_process_computes_the_same() -> None:
     """It has none of the threads that its parent has."""
-    assert subprocess.check_output([sys.executable, "-c", FORKED], text=True, timeout=60) == "0\n"
+    assert printed(FORKED) == "0"
 
 
 PINNED = """
@@ -176,7 +186,7 @@ print("done")
 @pytest.mark.slow
 @pytest.mark.skipif(KERNELS is not None and not KERNELS.has_openmp, reason="torch brings no GNU OpenMP")
 def test_threads_stay_on_their_processors() -> None:
-    assert subprocess.check_output([sys.executable, "-c", PINNED], text=True, timeout=60) == "done\n"
+    assert printed(PINNED) == "done"
 
 
 def test_processors_that_cannot_be_had_are_refused() -> None:
