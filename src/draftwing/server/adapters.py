@@ -14,7 +14,7 @@ from draftwing.config.adapters import AdapterCard, check_name
 from draftwing.errors import ConfigError, RequestError
 from draftwing.models.adapters.files import FILES
 from draftwing.requests.refusals import show
-from draftwing.server.endpoints import read_body, schema, unless_disconnected
+from draftwing.server.endpoints import read_body, schema
 from draftwing.server.schema import AdapterName, AdapterScale, Body
 from draftwing.server.service import Service
 
@@ -66,7 +66,11 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
         except ConfigError as error:
             raise RequestError(str(error), "lora_name") from None
         path = await asyncio.to_thread(path_below, options.lora_dir, body.lora_path)
-        return await unless_disconnected(request, engine.load_adapter(name, path, bool(body.load_inplace)))
+        new = name not in engine.adapters
+        card = await engine.load_adapter(name, path, bool(body.load_inplace))  # also for a client that goes away
+        if new:
+            service.lora_scales.pop(name, None)  # it was of one that has been unloaded
+        return card
 
     async def unload(request: Request) -> str:
         body = await read_body(request, UnloadAdapterRequest)

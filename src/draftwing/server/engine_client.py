@@ -233,21 +233,23 @@ class AsyncEngine:
     async def load_adapter(self, name: str, path: Path, replace: bool) -> AdapterCard:
         """Has the engine load an adapter under a name. Raises RequestError where it is refused, or EngineDead."""
         try:
-            self.adapters[name] = await self._ask("load_adapter", name, path, replace)
+            card: AdapterCard = await self._ask("load_adapter", name, path, replace)
         except EngineDead:
             raise
         except DraftwingError as error:
             raise RequestError(str(error), "lora_path") from None
-        return self.adapters[name]
+        self.adapters[name] = card
+        return card
 
     async def unload_adapter(self, name: str) -> None:
         """Lets no further request have an adapter; those that have it go on. Raises NotFound, or EngineDead."""
         self._check()
-        self.adapters.pop(name, None)
+        self.adapters.pop(name, None)  # at once: no request that comes meanwhile has it
         try:
             await self._ask("unload_adapter", name)
         except NotFound as error:
             raise NotFound(str(error), "lora_name") from None
+        self.adapters.pop(name, None)  # a load that was asked for before has ended meanwhile
 
     async def _load_adapters_again(self) -> None:
         """Has a new engine, which began with those of the command line, serve what the one before did. One whose files
