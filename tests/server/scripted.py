@@ -89,11 +89,12 @@ def serving(engine: FakeEngine) -> contextlib.AbstractContextManager[str]:
 
 
 @contextlib.contextmanager
-def listening(app: Any) -> Iterator[str]:
-    """An application in a thread, on a port of its own; gives its URL."""
+def listening(app: Any, **settings: Any) -> Iterator[str]:
+    """An application in a thread, on a port of its own; gives its URL. settings: more of uvicorn's."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1))
+        config = uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1, **settings)
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
         while not server.started:

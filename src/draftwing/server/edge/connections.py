@@ -19,6 +19,7 @@ from uvicorn.server import ServerState
 
 from draftwing.errors import ConfigError
 from draftwing.server.edge.limits import A_SECOND, CHUNK_COST, MAX_HELD, MAX_SECONDS, MAX_UNREAD, NO_DEFERRAL, Throttle
+from draftwing.server.edge.old_clients import send_plainly
 from draftwing.server.edge.upgrades import PlainParser
 
 logger = logging.getLogger(__name__)
@@ -294,6 +295,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not before:
             self._cycles.append(self.cycle)
+            send_plainly(self.cycle)  # before its task runs
         self._in_body = True
 
     def on_chunk_header(self) -> None:
