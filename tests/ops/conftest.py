@@ -13,7 +13,6 @@ from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.gemm import onednn
 from draftwing.ops.gemm.cpu import PackedGemm, has_gemm
-from draftwing.ops.table import TorchOps
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["*test_triton*.py", "test_peer_sums.py"]
 
