@@ -36,3 +36,23 @@ def test_what_models_do(tmp_path: Path, architecture: str, does: list[str]) -> N
 def test_what_gguf_files_do(tmp_path: Path, causal: bool, does: list[str]) -> None:
     file = tiny_gguf.write(tmp_path / "m.gguf", "bert", edit=lambda writer: writer.add_causal_attention(causal))
     assert show(Model(ServedModel(("m",), 1e9, {"model": str(file)})))["capabilities"] == does
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [None, "{", "[]", "{}", '{"chat_template": null}', '{"chat_template": "x"}', b"\xff"]
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_family_and_context_are_said_whatever_the_template_is(
+    tmp_path: Path, tokenizer: str | bytes | None, nested: bool
+) -> None:
+    said = {"max_position_embeddings": 4096}
+    config = {"architectures": ["Qwen3ForCausalLM"], **({"text_config": said} if nested else said)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if tokenizer is not None:
+        (tmp_path / "tokenizer_config.json").write_bytes(
+            tokenizer.encode() if isinstance(tokenizer, str) else tokenizer
+        )
+    found = show(Model(ServedModel(("m",), 1e9, {"model": str(tmp_path)})))
+    assert found["model_info"] == {"general.architecture": "qwen3", "qwen3.context_length": 4096}
+    assert found["details"]["family"] == "qwen3" and found["capabilities"] == ["completion"]
+    assert found["template"] == ("x" if tokenizer == '{"chat_template": "x"}' else "")

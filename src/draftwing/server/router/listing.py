@@ -127,18 +127,23 @@ def _about(model: Model) -> dict[str, Any]:
             architecture = str((data.get("architectures") or [""])[0])
             family = architecture.removesuffix("ForCausalLM").lower()
             does = next((does for end, does in _SILENT.items() if architecture.endswith(end)), None)
-            template = _template(files) if does is None else ""
-            found = {"context": data.get("max_position_embeddings"), "template": template, "does": does}
+            text = {**data, **(data.get("text_config") or {})}  # of models that read images, too
+            found = {"context": text.get("max_position_embeddings"), "does": does}
+            found["template"] = _template(files) if does is None else ""
     except (OSError, ValueError, LookupError, TypeError, AttributeError, DraftwingError):
         return {}
     return {"family": family} | {name: value for name, value in found.items() if value not in (None, "")}
 
 
 def _template(files: dict[str, Path]) -> str:
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].read_text(encoding="utf-8")
-    given = json.loads(files["tokenizer_config.json"].read_text(encoding="utf-8")).get("chat_template")
-    return given if isinstance(given, str) else json.dumps(given or "")
+    """Returns the chat template; empty: no file has one that can be read."""
+    try:
+        if "chat_template.jinja" in files:
+            return files["chat_template.jinja"].read_text(encoding="utf-8")
+        given = json.loads(files["tokenizer_config.json"].read_text(encoding="utf-8")).get("chat_template") or ""
+    except (OSError, ValueError, LookupError, AttributeError):
+        return ""
+    return given if isinstance(given, str) else json.dumps(given)
 
 
 def _written(at: float) -> str:
