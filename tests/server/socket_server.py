@@ -15,8 +15,8 @@ PIECES = [b"data: 1\n\n", b"data: 2\n\n"]
 
 
 class SocketServer:
-    """Answers with what it was asked; `/stream` in pieces, each when `go` is set; `/dies` and `/breaks` not at all, or
-    in part."""
+    """Answers with what it was asked, and a header of ignored fields as `x-ignored` says; `/stream` in pieces, each
+    when `go` is set; `/dies` and `/breaks` not at all, or in part."""
 
     every: ClassVar[list[SocketServer]] = []
 
@@ -84,9 +84,10 @@ class SocketServer:
             return
         said = {"name": self.name, "method": method, "target": target, "headers": headers, "body": body.decode()}
         answer = json.dumps(said).encode()
+        ignored = f"draftwing-ignored: {headers['x-ignored']}\r\n".encode() if "x-ignored" in headers else b""
         writer.write(
-            b"HTTP/1.1 201 Created\r\ncontent-type: application/json\r\nx-own: 7\r\ncontent-length: %d\r\n\r\n"
-            % len(answer)
+            b"HTTP/1.1 201 Created\r\ncontent-type: application/json\r\nx-own: 7\r\n%scontent-length: %d\r\n\r\n"
+            % (ignored, len(answer))
         )
         if method != "HEAD":
             writer.write(answer)

@@ -94,6 +94,7 @@ def _size(data: Any) -> int:
 
 logger = logging.getLogger(__name__)
 
+IGNORED = "draftwing-ignored"  # a header
 _MAX_IGNORED = 4096  # characters of the header that names fields without effect; clients take 8 KB of all headers
 
 # The names that OpenAI's clients know, and Anthropic's.
@@ -248,5 +249,5 @@ def with_ignored_header(response: Response, ignored: Sequence[str]) -> Response:
     if ignored:
         # Of tools, too, which clients choose: what a header cannot hold is left out of the names.
         names = re.sub(r"[^!-~ ]", "", ", ".join(ignored))
-        response.headers["draftwing-ignored"] = names[:_MAX_IGNORED]
+        response.headers[IGNORED] = names[:_MAX_IGNORED]
     return response

@@ -292,6 +292,27 @@ async def test_keep_alive_of_ollama() -> None:
         assert (await client.post("/api/chat", json={"model": "a", "keep_alive": "soon"})).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "keep_alive", "ignored", "told"),
+    [
+        ("/api/chat", "1h", "keep_alive", None),
+        ("/api/generate", -1, "options.num_ctx, keep_alive", "options.num_ctx"),
+        ("/api/generate", 300, "keep_alive, truncate, shift", "truncate, shift"),
+        ("/api/chat", "1h", "truncate", "truncate"),
+        ("/api/chat", None, "keep_alive", "keep_alive"),
+        ("/v1/chat/completions", "1h", "keep_alive", "keep_alive"),
+    ],
+)
+async def test_keep_alive_is_not_said_to_have_no_effect(
+    path: str, keep_alive: object, ignored: str, told: str | None
+) -> None:
+    """The model's server, which says so, does not know it."""
+    async with front() as client:
+        body = {"model": "a", "prompt": "b", "keep_alive": keep_alive}
+        got = await client.post(path, json=body, headers={"x-ignored": ignored})
+        assert got.headers.get("draftwing-ignored") == told and got.headers["x-own"] == "7"
+
+
 async def test_keys_are_asked_for_before_anything_is_loaded() -> None:
     async with front(api_key="user", admin_api_key="chief") as client:
         assert (await client.post("/v1/completions", json={"model": "a"})).status_code == 401

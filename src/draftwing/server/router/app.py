@@ -15,7 +15,8 @@ from typing import Any
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 from pydantic_core import from_json
-from starlette.types import Receive, Scope, Send
+from starlette.datastructures import MutableHeaders
+from starlette.types import Message, Receive, Scope, Send
 
 from draftwing.config.api_keys import read_keys
 from draftwing.config.model_list import seconds
@@ -27,7 +28,7 @@ from draftwing.server.batches.routes import UPLOADS, add_batches, refuse_batches
 from draftwing.server.edge.keys import Allowances, KeyCheck, Keyring
 from draftwing.server.edge.limits import SMALL, BodyLimit
 from draftwing.server.endpoints import install_error_handlers, unless_disconnected
-from draftwing.server.http import EventStream, dialect, encode, json_response, line, spoken_path
+from draftwing.server.http import IGNORED, EventStream, dialect, encode, json_response, line, spoken_path
 from draftwing.server.ollama import VERSION, chat_content, head, text_content
 from draftwing.server.router.library import Library
 from draftwing.server.router.listing import Listing, show
@@ -80,16 +81,27 @@ class Front:
 class Forwarded(Response):
     """The response of a model's server, which it keeps until it has ended."""
 
-    def __init__(self, server: ModelServer, held: AsyncExitStack, body: bytes) -> None:
+    def __init__(self, server: ModelServer, held: AsyncExitStack, body: bytes, followed: str = "") -> None:
+        """followed: a field that the front has followed, of which the server says that it has no effect."""
         super().__init__()
-        self._server, self._held, self._asked = server, held, body
+        self._server, self._held, self._asked, self._followed = server, held, body, followed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def how() -> str:
             return f"the model's process ended: {await asyncio.to_thread(self._server.how_it_ended)}"
 
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                names = headers.get(IGNORED, "").split(", ")
+                if self._followed in names:
+                    del headers[IGNORED]
+                    if rest := [name for name in names if name != self._followed]:
+                        headers[IGNORED] = ", ".join(rest)
+            await send(message)
+
         async with self._held:
-            await forward(scope, receive, send, self._server.path, self._asked, how)
+            await forward(scope, receive, told if self._followed else send, self._server.path, self._asked, how)
 
 
 def create_front(models: Models, options: Options, default: str | None = None) -> FastAPI:
@@ -335,7 +347,7 @@ def _add_rest(app: FastAPI, models: Models, default: str | None, overview: Overv
             server = await unless_disconnected(request, _held(held, models, model))
             if kept is not None:
                 model.keep_alive = kept
-            return Forwarded(server, held.pop_all(), body)
+            return Forwarded(server, held.pop_all(), body, "" if kept is None else "keep_alive")
 
 
 async def _held(held: AsyncExitStack, models: Models, model: Model) -> ModelServer:
