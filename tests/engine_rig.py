@@ -303,7 +303,7 @@ class Rig:
         if graph_size:
             if not dev.has_own_memory:
                 dev.record = record_by_calling
-            self.captured = self.executor.captures.capture(menu)
+            self.captured = self.executor.captures.capture(self.executor.common_shapes(menu))
 
     def _watch(self, plan, result):
         if plan.kind == "prefill":

@@ -148,7 +148,8 @@ def test_special_rows_have_the_forward_alone_from_graphs(harness, case, drafter)
     assert {name: tokens for name, tokens in found[1].tokens.items() if name in expected.tokens} == expected.tokens
     without, some = calls
     assert without["verify", False] == without["commit", False] > 30
-    assert some["commit", False] > 30 and some["verify", False] < 10
+    # Predicted outputs alone make trees of which there are no graphs.
+    assert some["commit", False] > 30 and some["verify", False] < (10 if drafter is None else 1)
 
 
 @pytest.mark.parametrize("drafter", ["oracle", "ngram"])

@@ -334,10 +334,10 @@ class Executor:
         marks = marks[0], self._show(plan, marks[1])
         prompts = self._upload_prefill(prefill, marks, other)
         marks = prompts.started  # what was shown of prompts is no part of the step, either
-        key, drafted = self.steps.drafts(step, self.run_stage)
+        key, drafted, read = self.steps.drafts(step, self.run_stage)
         adapted = step.adapted or prefill.adapted
         provisional = key is not None and self.target.is_left(key, prompts, adapted)
-        of_trees, of_prompts = self.target.mixed(key, drafted.batch, prompts, step.adapted)
+        of_trees, of_prompts = self.target.mixed(key, read.batch, prompts, step.adapted)
         return Pending(
             plan, marks, of_trees, step=step, drafted=drafted, guidance=guidance,
             drafts=self._traced(plan, step, drafted), mixed_prefill=prompts._replace(verified=of_prompts),

@@ -180,6 +180,7 @@ def _tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def _in_place(where: Any, found: Any) -> Any:
     """Copies the tensors of what a stage gave into those of the same place, and returns these."""
     if isinstance(where, Tensor):
+        assert isinstance(found, Tensor), "what a graph reads was not made"
         if where.data_ptr() != found.data_ptr():  # else both are what all steps read
             where.copy_(found)
     elif isinstance(where, tuple):

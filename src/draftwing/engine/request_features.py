@@ -84,15 +84,14 @@ class RequestFeatures:
 
     # -- drafts -----------------------------------------------------------------------------------------------------
 
-    def constrain(self, plan: Plan, rows: Tensor, guidance: Guides) -> bool:
-        """Lets the drafter begin with tokens that the grammars allow. Returns whether it was told any."""
+    def constrain(self, plan: Plan, rows: Tensor, guidance: Guides) -> None:
+        """Lets the drafter begin with tokens that the grammars allow."""
         masks = guidance.roots() if self.drafter is not None and self.drafter.kv_layers else None
         if masks is None or self.drafter is None:
-            return False
+            return
         at, bits = self._rows_of(plan.guided), self._bits(masks[:, None])
         noisy = self._rows_of(_places(plan.guided, plan.noisy))
         self.drafter.constrain(self.table, rows[at], self.edits.banned(bits).squeeze(1), noisy)
-        return True
 
     def adjust(self, plan: Plan, rows: Tensor, draft: Draft, guidance: Guides | None) -> Draft:
         """Returns the draft with predicted text in it, within the requests' limits, and as the host wants it."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.core import Plan
 from draftwing.engine.devices.base import Device
-from draftwing.engine.graphs import FIRST, Beside, GraphCache, Key, RecordedStages
+from draftwing.engine.graphs import FIRST, Beside, GraphCache, Key, RecordedStages, foreign_steps
 from draftwing.engine.image_features import ImageFeatures
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
@@ -24,6 +24,7 @@ from draftwing.ops.types import Calibration, Draft, DraftEdits, SamplingGroups
 from draftwing.sched.guidance import Guides
 from draftwing.spec.drafter import Drafter, DraftStep
 
+CONTIGUOUS = torch.contiguous_format
 FORGET_EVERY = 64  # steps with drafts: see `forget`
 
 
@@ -46,6 +47,7 @@ class TreeSteps:
         self._graphs, self._prefills = graphs, target.prefills
         self._batches, self._features, self._images = batches, features, images
         self._calibration, self._commit = calibration, commit
+        self._foreign = bool(foreign_steps(drafter))
         self._drafted_steps = 0
         self._nobody = SamplingGroups(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
         self._graph_steps: dict[tuple[Key, bool, bool, bool], TreeStep] = {}
@@ -87,8 +89,9 @@ class TreeSteps:
         """Returns the key of the graphs whose forward of the target is replayed in a step with special rows."""
         if plan.shape.verified:
             return None
-        if plan.mixed:
-            return self._prefills.mixed_key(plan.shape, len(plan.rows))
+        if plan.mixed:  # which of these shapes were captured is not said
+            key = self._prefills.mixed_key(plan.shape, len(plan.rows))
+            return key if key is not None and self._graphs.forward_key(*key) == key else None
         self._graphs.count(plan.shape, len(plan.rows))
         return self._graphs.forward_key(plan.shape, len(plan.rows))
 
@@ -105,18 +108,19 @@ class TreeSteps:
 
     def forward(self, step: TreeStep, run: Callable[..., Any]) -> tuple[DraftBatch, Verified]:
         """run: `GraphCache.run` or `capture`"""
-        key, drafted = self.drafts(step, run)
+        key, drafted, read = self.drafts(step, run)
         if step.adapted:
-            return drafted, run("verify", None if key is None else Beside(key), self.verify_adapted, drafted)
-        return drafted, run("verify", key, self._verify, drafted)
+            return drafted, run("verify", None if key is None else Beside(key), self.verify_adapted, read)
+        return drafted, run("verify", key, self._verify, read)
 
-    def drafts(self, step: TreeStep, run: Callable[..., Any]) -> tuple[Any, DraftBatch]:
-        """Returns the key by which the forward of the step runs, and what it reads. run: as of `forward`."""
+    def drafts(self, step: TreeStep, run: Callable[..., Any]) -> tuple[Any, DraftBatch, DraftBatch]:
+        """Returns the key by which the forward of the step runs, what was drafted, and the same where the forward reads
+        it. run: as of `forward`."""
         key = (step.key, step.edited) if step.key is not None and step.edited else step.key
         drafted: DraftBatch = run(FIRST, key, self.draft, step)
         if step.forward_key is None:
-            return key, drafted
-        return step.forward_key, self._graphs.give(step.forward_key, drafted)
+            return key, drafted, drafted
+        return step.forward_key, drafted, self._graphs.give(step.forward_key, drafted)
 
     def finish(
         self, step: TreeStep, drafted: DraftBatch | None, verified: Verified | None, run: Callable[..., Any]
@@ -141,14 +145,14 @@ class TreeSteps:
         return self._batches.trees(rows, draft, shape, step.bound, self._calibration, step.total)
 
     def _proposed(self, step: TreeStep) -> Draft:
-        rows, special, edits, constrained = step.rows, step.special, None, False
-        if special is not None and step.guidance is not None:
-            constrained = self._features.constrain(special, rows, step.guidance)
-        if step.edited or special is not None:
-            edits = self._features.draft_edits(special)
-        if step.forward_key is not None and edits is None and not constrained:
+        rows, special, edits = step.rows, step.special, None
+        if step.forward_key is not None and special is not None and not len(special.edited):
             drafted: DraftBatch = self._graphs.run(FIRST, step.forward_key, self.draft, step)
             return drafted.draft
+        if special is not None and step.guidance is not None:
+            self._features.constrain(special, rows, step.guidance)
+        if step.edited or special is not None:
+            edits = self._features.draft_edits(special)
         return self._propose(rows, step.shape, step.bound, step.groups.noisy, edits)
 
     def _verify(self, drafted: DraftBatch) -> Verified:
@@ -162,7 +166,10 @@ class TreeSteps:
     ) -> Draft:
         if self._drafter is None:  # there is nothing in the tree yet, see `RequestFeatures.adjust`
             return roots_alone(self._table, rows, shape.nodes)
-        return self._drafter.propose(DraftStep(self._table, rows, shape, max_kv_len, noisy, edits))
+        draft = self._drafter.propose(DraftStep(self._table, rows, shape, max_kv_len, noisy, edits))
+        if self._foreign:  # its tensors may be its own, or one number with stride 0, and a graph's are written to
+            draft = Draft(*(None if one is None else one.clone(memory_format=CONTIGUOUS) for one in draft))
+        return draft
 
     @torch.inference_mode()
     def replay(self, key: Key) -> None:
