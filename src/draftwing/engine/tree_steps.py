@@ -4,7 +4,7 @@ recorded, see `engine/graphs.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -168,7 +168,8 @@ class TreeSteps:
             return roots_alone(self._table, rows, shape.nodes)
         draft = self._drafter.propose(DraftStep(self._table, rows, shape, max_kv_len, noisy, edits))
         if self._foreign:  # its tensors may be its own, or one number with stride 0, and a graph's are written to
-            draft = Draft(*(None if one is None else one.clone(memory_format=CONTIGUOUS) for one in draft))
+            own: Iterable[Any] = (None if one is None else one.clone(memory_format=CONTIGUOUS) for one in draft)
+            draft = Draft(*own)
         return draft
 
     @torch.inference_mode()
