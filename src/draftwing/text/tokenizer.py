@@ -23,6 +23,7 @@ from draftwing.requests.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORD
 from draftwing.text import gguf_tokenizer
 from draftwing.text.chat_template import ChatTemplate, Message
 
+_IN_GGUF = ("tokenizer.chat_template", "tokenizer.chat_template.tool_use")
 BUNDLED_TEMPLATE = "chatml_tools"  # a file next to this one: ChatML with tools
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -175,6 +176,20 @@ def load_tokenizer(path: Path, chat_template: str | Path | None = None) -> Token
     return _from_gguf(path, override) if path.is_file() else _from_folder(path, override)
 
 
+def chat_source(path: Path, chat_template: str | Path | None = None) -> str | None:
+    """Returns what `Tokenizer.chat_source` of the loaded tokenizer is, without loading it. Raises CheckpointError,
+    ConfigError, and ValueError or TypeError for a template that is none."""
+    if chat_template is not None:
+        return _template_text(chat_template)
+    if path.is_file():
+        metadata = open_gguf(path).metadata
+        found = _for_tools(None, *map(metadata.get, _IN_GGUF))
+    else:
+        templates = _templates(path, _read_json(path / "tokenizer_config.json"))
+        found = _for_tools(None, templates.get("default"), templates.get("tool_use"))
+    return found[1] or found[0]
+
+
 def vocabulary_difference(target: Tokenizer, draft: Tokenizer) -> str | None:
     """Returns the first token that two tokenizers number differently, as a sentence; None when they agree.
 
@@ -210,8 +225,7 @@ def _from_gguf(path: Path, override: str | None) -> Tokenizer:
         specials, extra = gguf_tokenizer.special_tokens(metadata), [int(i) for i in stop if i is not None]
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # a value of a kind that nobody writes
         raise CheckpointError(f"{path}: tokenizer.ggml.*: found values of other types: {error}") from None
-    names = ("tokenizer.chat_template", "tokenizer.chat_template.tool_use")
-    return Tokenizer(backend, specials, *_for_tools(override, *map(metadata.get, names)), extra)
+    return Tokenizer(backend, specials, *_for_tools(override, *map(metadata.get, _IN_GGUF)), extra)
 
 
 def _from_folder(path: Path, override: str | None) -> Tokenizer:

@@ -15,6 +15,7 @@ from draftwing.errors import DraftwingError
 from draftwing.server.router.memory import WEIGHTS, model_files
 from draftwing.server.router.model import Model
 from draftwing.server.router.proxy import ask
+from draftwing.text.tokenizer import chat_source
 
 _NEVER = "9999-12-31T23:59:59Z"
 # What models do that write no text, by how their architectures' names end.
@@ -120,7 +121,7 @@ def _about(model: Model) -> dict[str, Any]:
 
             data = open_gguf(first).metadata
             family = data["general.architecture"]
-            found = {"context": data.get(f"{family}.context_length"), "template": data.get("tokenizer.chat_template")}
+            found = {"context": data.get(f"{family}.context_length"), "template": _template(model, first)}
             found["does"] = None if data.get(f"{family}.attention.causal", True) else ["embedding"]  # an encoder
         else:
             data = json.loads(files["config.json"].read_text())
@@ -129,21 +130,19 @@ def _about(model: Model) -> dict[str, Any]:
             does = next((does for end, does in _SILENT.items() if architecture.endswith(end)), None)
             text = {**data, **(data.get("text_config") or {})}  # of models that read images, too
             found = {"context": text.get("max_position_embeddings"), "does": does}
-            found["template"] = _template(files) if does is None else ""
+            found["template"] = _template(model, files["config.json"].parent) if does is None else ""
     except (OSError, ValueError, LookupError, TypeError, AttributeError, DraftwingError):
         return {}
     return {"family": family} | {name: value for name, value in found.items() if value not in (None, "")}
 
 
-def _template(files: dict[str, Path]) -> str:
-    """Returns the chat template; empty: no file has one that can be read."""
+def _template(model: Model, place: Path) -> str:
+    """Returns the chat template that the loaded model would have; empty: it has none, or none that can be read."""
     try:
-        if "chat_template.jinja" in files:
-            return files["chat_template.jinja"].read_text(encoding="utf-8")
-        given = json.loads(files["tokenizer_config.json"].read_text(encoding="utf-8")).get("chat_template") or ""
-    except (OSError, ValueError, LookupError, AttributeError):
+        found = chat_source(place, model.served.arguments.get("chat_template"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, DraftwingError):
         return ""
-    return given if isinstance(given, str) else json.dumps(given)
+    return found if isinstance(found, str) else ""
 
 
 def _written(at: float) -> str:
