@@ -7,7 +7,6 @@ import torch
 from layer_numbers import close, made
 from torch import Tensor
 
-from draftwing.engine.devices import pick_device
 from draftwing.layers.adapters import AdaptedWeight
 from draftwing.ops.adapters.spec import AdapterWeights, QueryAdapters
 from draftwing.ops.table import TorchOps
@@ -91,10 +90,6 @@ def test_trees_of_many_adapters(requests: int, each: int, triton_ops: TorchOps) 
     found, plan = y.clone(), ops.adapter_plan(rows)
     ops.adapter_up(found[1:-1], ops.adapter_down(x, weights, rows, plan), weights, rows, plan)
     assert torch.equal(found[[0, -1]], y[[0, -1]])
-    beside = y.clone()
-    made_beside = ops.adapter_down(x, weights, rows, plan, ops.adapter_room(x, weights))
-    ops.adapter_up(beside[1:-1], made_beside, weights, rows, plan)
-    assert torch.equal(beside, found)
     want = y[1:-1].double()
     for row, slot in enumerate(rows.tolist()):
         for place in (0, 1) if slot else ():
@@ -108,8 +103,7 @@ def test_trees_of_many_adapters(requests: int, each: int, triton_ops: TorchOps) 
         assert torch.equal(alone, found[1:-1][some])
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_what_is_begun_before_a_product(beside: bool, triton_ops: TorchOps) -> None:
+def test_what_is_begun_before_a_product(triton_ops: TorchOps) -> None:
     """A layer's two parts around its product give what one operation gives, also of fewer queries."""
     ops = triton_ops
     weights, slots = weights_of(ops, torch.bfloat16, 64, (48, 48)), torch.arange(20, device=ops.device) % 4
@@ -117,10 +111,11 @@ def test_what_is_begun_before_a_product(beside: bool, triton_ops: TorchOps) -> N
     queries, some = QueryAdapters(), torch.tensor([3, 5, 7], device=ops.device)
     layer, found, few, want = AdaptedWeight(queries, weights, ops, None, True), y.clone(), y[some], y.clone()
     with queries.of(slots, ops.adapter_plan(slots)):
-        begun = layer.begin(x, beside)
+        begun = layer.begin(x)
+        assert begun is not None
         layer.add(found, x, begun)
         queries.narrow(some)
-        layer.add(few, x[some], layer.begin(x[some], beside))
+        layer.add(few, x[some], layer.begin(x[some]))
     ops.adapt(want, x, weights, slots)
     assert torch.equal(found, want) and torch.equal(few, want[some]) and not torch.equal(found, y)
 
@@ -237,40 +232,3 @@ def test_factors_in_8_bits(dtype: torch.dtype, strength: float, ops: TorchOps) -
     again = found.clone()
     ops.adapt(again, x.nan_to_num(), weights, torch.ones_like(rows))
     assert torch.equal(again, found)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("rows", [1, 16, 64, 1000])
-def test_beside_products(rows: int) -> None:
-    """Layers of norms and products, each of which reads what the last one made, in a graph: those that adapters run
-    beside give the bits of those that they come before."""
-    device = pick_device("cuda")
-    ops, size, count, layers = device.ops, 4096, 8, 40
-    kernels = ops.gemms(made(ops, torch.bfloat16, size, size) / 64, None, True, size)[-1]
-    if not getattr(kernels, "next_comes_late", False):
-        pytest.skip("products that nothing runs beside")
-    weights = AdapterWeights.empty(count, 16, size, [size], torch.bfloat16, ops.device)
-    for slot in range(1, count + 1):
-        down, up = (made(ops, torch.bfloat16, *shape, seed=slot) for shape in ((16, size), (size, 16)))
-        weights.set(slot, 0, down / 8, up, 0.1)
-    slots = torch.arange(rows, device=ops.device) % (count + 1)
-    first, norm = made(ops, torch.bfloat16, rows, size), torch.ones(size, dtype=torch.bfloat16, device=ops.device)
-
-    def run(beside: bool) -> torch.Tensor:
-        x, plan = first, ops.adapter_plan(slots)
-        for _ in range(layers):
-            normed = ops.rms_norm(x, norm, 1e-5)
-            room = ops.adapter_room(normed, weights) if beside else None
-            before = None if beside else ops.adapter_down(normed, weights, slots, plan)
-            x = kernels.linear(normed, None)
-            between = ops.adapter_down(normed, weights, slots, plan, room) if before is None else before
-            ops.adapter_up(x, between, weights, slots, plan)
-        return x
-
-    expected = run(False)
-    replay, found = device.record(lambda: run(True))
-    for _ in range(20):
-        found.zero_()
-        replay()
-        assert torch.equal(found, expected)

@@ -6,24 +6,12 @@ model's `QueryAdapters`, one for all of its matrices; a forward without an adapt
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from draftwing.ops.adapters.spec import AdapterWeights, QueryAdapters
 from draftwing.ops.table import LayerOps
 from draftwing.parallel.ranks import Ranks
-
-
-class Begun(NamedTuple):
-    """made: by `adapter_down`.  room: for it, where it runs beside the product."""
-
-    made: Tensor | None = None
-    room: Tensor | None = None
-
-
-NOTHING = Begun()
 
 
 class AdaptedWeight:
@@ -47,28 +35,22 @@ class AdaptedWeight:
         """Returns whether the product and what is made of it by a gate are two operations."""
         return self._one_way or self.adds
 
-    def begin(self, x: Tensor, beside: bool) -> Begun:
-        """x [M, inputs] of a product that comes next -> what `add` is to be given. beside: as
-        `LinearOp.next_comes_late` has it of the product."""
+    def begin(self, x: Tensor) -> Tensor | None:
+        """x [M, inputs] of a product that comes next -> what `add` is to be given."""
         slots = self._queries.slots
         if slots is None or not self._ops.adapts_ahead:
-            return NOTHING
-        if beside and self._ranks is None and self._queries.plan is not None:
-            # In a graph memory that the product lets go of would be taken while it runs.
-            return Begun(room=self._ops.adapter_room(x, self.weights))
-        return Begun(self._ops.adapter_down(x, self.weights, slots, self._queries.plan))
+            return None
+        return self._ops.adapter_down(x, self.weights, slots, self._queries.plan)
 
-    def add(self, y: Tensor, x: Tensor, begun: Begun) -> None:
-        """x [M, inputs] of the product y [M, outputs], which is changed and was launched last. begun: by `begin`."""
+    def add(self, y: Tensor, x: Tensor, begun: Tensor | None = None) -> None:
+        """x [M, inputs] of the product y [M, outputs], which is changed. begun: by `begin`."""
         slots, plan = self._queries.slots, self._queries.plan
         if slots is None:
             return
-        if self._ranks is None and begun is NOTHING:
+        if self._ranks is None and begun is None:
             self._ops.adapt(y, x, self.weights, slots, plan)
             return
-        made = begun.made
-        if made is None:
-            made = self._ops.adapter_down(x, self.weights, slots, plan, begun.room)
+        made = self._ops.adapter_down(x, self.weights, slots, plan) if begun is None else begun
         if self._ranks is not None:
             made = self._ranks.sum_rows(made, ops=self._ops)
         self._ops.adapter_up(y, made, self.weights, slots, plan)

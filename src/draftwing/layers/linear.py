@@ -93,13 +93,10 @@ class Linear(LinearBase):
             x = x.x
         if self.joins is not None:
             x, residual = self.joins.all_inputs(x), self.joins.own(residual)  # type: ignore[arg-type]
-        if self.adapted is None:
-            y = self.op(x, self.bias, residual, overwrite)  # type: ignore[arg-type]  # quantised where it `takes_fp8`
-        else:
-            assert isinstance(x, Tensor)  # as `takes_fp8` has it
-            begun = self.adapted.begin(x, self.op.next_comes_late(len(x)))
-            y = self.op(x, self.bias, residual, overwrite)
-            self.adapted.add(y, x, begun)
+        begun = None if self.adapted is None else self.adapted.begin(x)  # type: ignore[arg-type]  # as `takes_fp8` has it
+        y = self.op(x, self.bias, residual, overwrite)  # type: ignore[arg-type]  # quantised where it `takes_fp8`
+        if self.adapted is not None:
+            self.adapted.add(y, x, begun)  # type: ignore[arg-type]
         return y if self.joins is None else self.joins.all_outputs(y)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

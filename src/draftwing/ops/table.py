@@ -131,7 +131,6 @@ class LayerOps:
         self.empty_adapters = adapters.empty_adapters
         self.adapt, self.adapter_down, self.adapter_up = adapters.adapt, adapters.adapter_down, adapters.adapter_up
         self.adapts_ahead, self.adapter_plan = adapters.adapts_ahead, adapters.adapter_plan
-        self.adapter_room = adapters.adapter_room
 
 
 class TorchOps(LayerOps):

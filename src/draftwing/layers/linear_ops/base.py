@@ -130,10 +130,6 @@ class LinearOp:
         """Returns the ranks over which outputs are summed; None: they are this rank's own."""
         return None
 
-    def next_comes_late(self, rows: int) -> bool:
-        """Returns whether the kernel behind a product of so many rows begins when all before the product have ended."""
-        return False
-
     def stored_rows(self, start: int, rows: int) -> list[tuple[int, BlockRows]] | None:
         """Rows [start, start + rows) of a weight that is not packed, as `keep` took them, each part with the row that
         it begins with; None where `dense_weight` has them."""
@@ -228,13 +224,7 @@ class PackedOp(LinearOp):
 
     def gated(self, x: Tensor | Fp8Rows, bias: Tensor | None) -> Tensor | None:
         rows = x.shape[0] if isinstance(x, Tensor) else x.rows
-        return self._gemm_of(rows).gated(x, bias)
-
-    def next_comes_late(self, rows: int) -> bool:
-        return getattr(self._gemm_of(rows), "next_comes_late", False)
-
-    def _gemm_of(self, rows: int) -> Gemm:
-        return next(gemm for gemm in self.gemms if rows <= gemm.max_rows)
+        return next(gemm for gemm in self.gemms if rows <= gemm.max_rows).gated(x, bias)
 
 
 class WeightFormat:

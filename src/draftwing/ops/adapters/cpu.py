@@ -106,9 +106,7 @@ class CpuAdapterOps(AdapterOps):
         between = x.new_empty(len(x) * _floats(weights), dtype=torch.float32)
         self._call(y, x, weights, slots, between, _DOWN | _UP)
 
-    def adapter_down(
-        self, x: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None, room: Tensor | None = None
-    ) -> Tensor:
+    def adapter_down(self, x: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None) -> Tensor:
         if not _takes(x, x, weights):
             return super().adapter_down(x, weights, slots)
         made = torch.zeros(len(x), _floats(weights))  # ranks sum all of it

@@ -95,7 +95,7 @@ class QueryAdapters:
 
 class AdapterOps:
     """Here for tensors of any dtype; a row's bits may depend on the batch. adapts_ahead: whether `adapter_down` is best
-    called before the product to which `adapter_up` adds, or right behind it where it may run beside it."""
+    called before the product to which `adapter_up` adds, beside which it may run."""
 
     adapts_ahead = False
 
@@ -117,19 +117,9 @@ class AdapterOps:
         """y [M, outputs] += what the adapters in `slots` [M] add for x [M, inputs], rounded once more."""
         self.adapter_up(y, self.adapter_down(x, weights, slots, plan), weights, slots, plan)
 
-    def adapter_room(self, x: Tensor, weights: AdapterWeights) -> Tensor | None:
-        """Returns memory for what `adapter_down` gives, if it takes it."""
-        return None
-
-    def adapter_down(
-        self, x: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None, room: Tensor | None = None
-    ) -> Tensor:
+    def adapter_down(self, x: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None) -> Tensor:
         """x [M, inputs] -> scale * (down @ x) by slice, [M, slices * rank] or several such parts, in float32 or wider;
-        of rows without an adapter anything.
-
-        room: of `adapter_room`, before a product of x that has just been launched, with a plan from before that: the
-        kernel may run beside the product, which must let it come when all kernels before the product have ended.
-        """
+        of rows without an adapter anything."""
         wide = torch.promote_types(x.dtype, torch.float32)
         made = torch.zeros(len(x), *weights.down.shape[1:3], dtype=wide, device=x.device)
         for slot in _used(slots, weights):

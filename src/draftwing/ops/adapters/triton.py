@@ -94,11 +94,10 @@ def _down_factors(
 def _down_kernel(
     made, x, x_stride, plan, rows, down, ranks, scales,
     SLICES: tl.constexpr, RANK: tl.constexpr, INPUTS: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr,
-    PARTS: tl.constexpr, READY: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """made [M, PARTS, SLICES, RANK] float32, of as many parts of the inputs; x [M, INPUTS]; down [S, SLICES, RANK,
-    INPUTS]. READY: whether the plan was there before the kernels that may still run. BESIDE: whether x was, too; then
-    this ends when those have ended, so that whoever waits for it has waited for them."""
+    INPUTS]. READY: whether the plan was there before the kernels that may still run."""
     BLOCKS: tl.constexpr = (RANK + _FACTORS - 1) // _FACTORS
     PLACES: tl.constexpr = SLICES * BLOCKS * PARTS
     place_at = tl.program_id(0) % PLACES
@@ -111,7 +110,7 @@ def _down_kernel(
     first, turns, tiles = tl.program_id(0) // PLACES, tl.num_programs(0) // PLACES, tl.load(plan)
     slot, row, has = _tile_of(plan, rows, first, tiles)
     w = _down_factors(down, ranks, slot, place, factor, at, SLICES, RANK, INPUTS)
-    if READY and not BESIDE:
+    if READY:
         wait(PDL)
     for number in tl.range(first, tiles, turns, num_stages=1):
         scale = tl.load(scales + (slot - 1) * SLICES + place)
@@ -122,8 +121,6 @@ def _down_kernel(
         to = ((row * PARTS + part) * SLICES + place)[:, None] * RANK + factor[None, :]
         tl.store(made + to, tl.sum(product, 0) * scale, mask=has[:, None] & (factor < RANK)[None, :])
         slot, row, has, w = next_slot, next_row, next_has, following
-    if BESIDE:
-        wait(PDL)
 
 
 @triton.jit
@@ -224,16 +221,10 @@ class TritonAdapterOps(AdapterOps):
             ready, plan = plan is not None, self.adapter_plan(slots) if plan is None else plan
             self._up(y, self._down(x, weights, plan, ready), weights, plan, ready)
 
-    def adapter_room(self, x: Tensor, weights: AdapterWeights) -> Tensor:
-        parts = triton.cdiv(weights.down.shape[3], self._inputs_of(x, weights)[0])
-        return x.new_empty(len(x), parts * weights.down.shape[1] * weights.down.shape[2], dtype=torch.float32)
-
-    def adapter_down(
-        self, x: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None, room: Tensor | None = None
-    ) -> Tensor:
+    def adapter_down(self, x: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None) -> Tensor:
         """As specified, of several parts of the inputs beside each other, which `adapter_up` sums."""
         assert len(slots) == len(x)
-        return self._down(x, weights, self.adapter_plan(slots) if plan is None else plan, plan is not None, room)
+        return self._down(x, weights, self.adapter_plan(slots) if plan is None else plan, plan is not None)
 
     def adapter_up(
         self, y: Tensor, made: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None
@@ -241,29 +232,20 @@ class TritonAdapterOps(AdapterOps):
         assert len(slots) == len(y)
         self._up(y, made, weights, self.adapter_plan(slots) if plan is None else plan, plan is not None)
 
-    @staticmethod
-    def _inputs_of(x: Tensor, weights: AdapterWeights) -> tuple[int, int]:
-        """Returns how many inputs a program sums, and one product."""
-        inputs = weights.down.shape[3]
+    def _down(self, x: Tensor, weights: AdapterWeights, plan: Tensor, ready: bool) -> Tensor:
+        count, slices, rank, inputs = weights.down.shape
+        x = x if x.stride(1) == 1 else x.contiguous()
         most = _WIDE_INPUTS if x.dtype == torch.float32 else _INPUTS
         step = min(_STEP, max(16, triton.next_power_of_2(inputs)))
-        return max(step, min(most, triton.next_power_of_2(inputs))), step
-
-    def _down(
-        self, x: Tensor, weights: AdapterWeights, plan: Tensor, ready: bool, room: Tensor | None = None
-    ) -> Tensor:
-        count, slices, rank, inputs = weights.down.shape
-        beside = room is not None and ready and x.stride(1) == 1
-        x = x if x.stride(1) == 1 else x.contiguous()
-        some, step = self._inputs_of(x, weights)
-        parts = triton.cdiv(inputs, some)
-        made = self.adapter_room(x, weights) if room is None else room  # of rows without an adapter unread
+        steps = max(1, min(most, triton.next_power_of_2(inputs)) // step)
+        parts = triton.cdiv(inputs, steps * step)
+        made = x.new_empty(len(x), parts * slices * rank, dtype=torch.float32)  # of rows without an adapter unread
         assert len(plan) == 8 + 5 * len(x)
         if len(x):
             _down_kernel[_grid(len(x), count, slices * triton.cdiv(rank, 16) * parts, _MOST_DOWN)](
                 made, x, x.stride(0), plan, len(x), weights.down, weights.ranks, weights.scales,
-                SLICES=slices, RANK=rank, INPUTS=inputs, STEPS=some // step, STEP=step, PARTS=parts, READY=ready,
-                BESIDE=beside, **launch_options(x.device),
+                SLICES=slices, RANK=rank, INPUTS=inputs, STEPS=steps, STEP=step, PARTS=parts, READY=ready,
+                **launch_options(x.device),
             )  # fmt: skip
         return made
 

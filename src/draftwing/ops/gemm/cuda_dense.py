@@ -144,8 +144,6 @@ def make_cut(
 class DenseGemm:
     """The kernels of one device. A row of a result has the same bits among any number."""
 
-    next_comes_late = True  # see `LinearOp.next_comes_late`
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 

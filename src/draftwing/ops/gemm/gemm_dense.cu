@@ -65,6 +65,7 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
     Barrier* const empty = full + task.stages;
     u16* const x_ring = (u16*)(sums + BARRIERS + (-shared_at(sums + BARRIERS) & 1023) / 4);
     u16* const w_ring = x_ring + task.stages * task.x_rows * PANEL;
+    launch_dependents();
 
     auto ask_weights = [&](int i, int s) {
         expect_bytes(full + s, (task.rows + task.x_rows) * (PANEL * 2));
@@ -89,7 +90,6 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
         if (GROUPS > 2) leave_registers();
         if (threadIdx.x == CONSUMERS) {
             wait_for_earlier_kernels();
-            launch_dependents();  // not before: the next kernel may read what this one does (`next_comes_late`)
             for (int i = 0; i < early; ++i) ask_x(i, i);
             int s = 0, parity = 0;
             for (int i = early; i < place.count; ++i) {

@@ -169,6 +169,7 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
     const int features = (task.result.features + 2 * Out::WIDTH - 1) / (2 * Out::WIDTH);  // tiles
     const int tiles = (task.result.M + MANY - 1) / MANY * features;
     const int number0 = blockIdx.x / 2, step = gridDim.x / 2;
+    launch_dependents();
 
     if (threadIdx.x == CONSUMERS) {
         prefetch_map(task.w);
@@ -198,7 +199,6 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
             const ManyTile first(task.result.M, Out::WIDTH, features, number0, rank);
             for (int i = 0; i < early; ++i) ask_weights(first, i * Panels<RANGES>::APART, i);
             wait_for_earlier_kernels();
-            launch_dependents();  // not before: the next kernel may read what this one does (`next_comes_late`)
             for (int i = 0; i < early; ++i, next_stage()) ask_x(first, i * Panels<RANGES>::APART, i);
             int asked = early;
             for (int number = number0; number < tiles; number += step) {

@@ -40,11 +40,6 @@ class KernelGemm:
     weight: Any  # as they take it
     max_rows: int = ANY_ROWS
 
-    @property
-    def next_comes_late(self) -> bool:
-        """Does as `LinearOp.next_comes_late`."""
-        return getattr(self.kernels, "next_comes_late", False)
-
     def linear(
         self, x: Any, bias: Tensor | None, residual: Tensor | None = None, overwrite: bool = False
     ) -> Tensor | None:

@@ -37,7 +37,6 @@ SLOT = 1 << 20  # bytes of one of the two buffers
 # Bytes of a part that is added in shares: 2,048 rows of 8,192 in a half type. Of 64 MB NCCL takes less time.
 SHARED = 32 << 20
 _SIZES = (1024, 2048, 4096)  # elements of a block, 8 for each thread
-_SHARE_BLOCK, _SHARE_WARPS = 4096, 16
 
 
 class Peers(NamedTuple):
@@ -248,12 +247,12 @@ def sum_rows(peers: Peers, partial: Tensor, bias: Tensor | None, residual: Tenso
     if takes_few(partial):
         _launch_few(peers, out, partial, bias, residual, False)
         return out
-    total, itemsize, block = partial.numel(), partial.itemsize, _SHARE_BLOCK
+    total, itemsize, block = partial.numel(), partial.itemsize, _SIZES[-1]
     tensors, same = _arguments(peers, out, partial, bias, residual)
     tiles = triton.cdiv(total, block * len(peers.buffers))
     _peer_share_kernel[(min(tiles, BLOCKS),)](
         *tensors, total // 8, tiles, PARTS=2 * SLOT // itemsize, SHARES=(2 * SLOT + SHARED) // itemsize, BLOCK=block,
-        num_warps=_SHARE_WARPS, **same,
+        num_warps=block // 256, **same,
     )  # fmt: skip
     return out
 
