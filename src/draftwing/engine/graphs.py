@@ -133,7 +133,7 @@ class GraphCache:
         return self.key(shape, size)
 
     def give(self, key: Key, drafted: T) -> T:
-        """Leaves drafts made without graphs where those of the key read them; returns them as they lie there."""
+        """Copies drafts made without graphs to where the key's graphs read them, and returns these copies."""
         return cast(T, _in_place(self.left(FIRST, key), drafted))
 
     def left(self, stage: str, key: Hashable) -> Any:

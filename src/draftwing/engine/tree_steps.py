@@ -89,7 +89,7 @@ class TreeSteps:
         """Returns the key of the graphs whose forward of the target is replayed in a step with special rows."""
         if plan.shape.verified:
             return None
-        if plan.mixed:  # which of these shapes were captured is not said
+        if plan.mixed:  # `mixed_key` does not ask whether the shape was captured
             key = self._prefills.mixed_key(plan.shape, len(plan.rows))
             return key if key is not None and self._graphs.forward_key(*key) == key else None
         self._graphs.count(plan.shape, len(plan.rows))
@@ -114,8 +114,8 @@ class TreeSteps:
         return drafted, run("verify", key, self._verify, read)
 
     def drafts(self, step: TreeStep, run: Callable[..., Any]) -> tuple[Any, DraftBatch, DraftBatch]:
-        """Returns the key by which the forward of the step runs, what was drafted, and the same where the forward reads
-        it. run: as of `forward`."""
+        """Returns the key by which the step's forward runs, the drafts, and what the forward reads: a copy of these, or
+        the same where they were made for it. run: as of `forward`."""
         key = (step.key, step.edited) if step.key is not None and step.edited else step.key
         drafted: DraftBatch = run(FIRST, key, self.draft, step)
         if step.forward_key is None:

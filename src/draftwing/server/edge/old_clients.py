@@ -6,6 +6,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+_CHUNKED = b"transfer-encoding"
+
 
 def send_plainly(cycle: RequestResponseCycle) -> None:
     """Has the response to such a client be sent as it is. uvicorn, which closes the connection behind it, would send
@@ -28,5 +30,3 @@ def send_plainly(cycle: RequestResponseCycle) -> None:
 
     cycle.send = plain  # type: ignore[method-assign]
 
-
-_CHUNKED = b"transfer-encoding"
