@@ -29,4 +29,3 @@ def send_plainly(cycle: RequestResponseCycle) -> None:
         await send(message)
 
     cycle.send = plain  # type: ignore[method-assign]
-
