@@ -2,13 +2,14 @@
 random weights made from its config. How many of 80 are the same tokens?
 
     python benchmarks/family_texts.py [--families gemma4-12b,..] [--formats none,fp8] [--seconds 150] [--out FILE]
-        [--files] [option=value ...]
+        [--files] [--adapters 32] [option=value ...]
 
 First without drafts, one request at a time. Then with each drafter as a chain and as a tree, 16 requests at once,
 beside prompts in the same step, with half of each prompt in the cache. Each engine answers all prompts twice: SUFFIX
 knows the second time what comes, so most of its drafts are accepted. A family is a process, `--at-once` of them run.
 FILE has what is known so far, after each engine. Options are those of all engines, such as tp_size=2. With --files
-weights are read from files, so that they do not depend on the number of ranks, and digests of texts can be compared.
+weights are read from files, so that they do not depend on the number of ranks, and digests of texts can be compared;
+llama has an EAGLE-3 head then, and with --adapters as many of rank 16, of which prompts have one by turns, or none.
 """
 
 from __future__ import annotations
@@ -152,8 +153,10 @@ CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_n
 TREE = {"speculative_num_steps": 4, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
 
 
-def written(folder: Path, name: str, files: bool = False) -> dict[str, Any]:
-    """Writes the family's config, and an assistant's where it has one -> the options of its own drafter."""
+def written(folder: Path, name: str, files: bool = False, adapters: int = 0) -> dict[str, Any]:
+    """Writes the family's config, and an assistant's where it has one -> the options of its own drafter.
+
+    adapters: of a Llama."""
     config = dict(FAMILIES[name])
     config.pop("quantization_config", None)
     config.pop("dtype", None)
@@ -175,6 +178,13 @@ def written(folder: Path, name: str, files: bool = False) -> dict[str, Any]:
         random_models.write_weights(folder / "model", "cpu")
     if name.startswith("gemma4"):
         return {"speculative_algorithm": "FROZEN_KV_MTP", "speculative_draft_model_path": str(folder / "assistant")}
+    if name == "llama" and files:
+        write(folder / "draft", random_models.eagle3(config))
+        random_models.write_head(folder / "draft", folder / "model", "EAGLE3", "cpu")
+        for i in range(adapters):
+            shapes = random_models.matrices(config)
+            random_models.write_adapter(folder / f"a{i}", folder / "model", i, random_models.RANK, shapes=shapes)
+        return {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(folder / "draft")}
     # Of prediction layers only Qwen3.5's are written.
     layers = config.get("mtp_num_hidden_layers" if files else "num_nextn_predict_layers")
     return {"speculative_algorithm": "NEXTN" if layers else "NGRAM"}
@@ -204,12 +214,16 @@ def answers(folder: Path, args: argparse.Namespace, at_once: int, **options: Any
         "max_running_requests": at_once, "chunked_prefill_size": 256, "log_level": "warning",
         "quantization": args.format,
     } | options_of(args.options)  # fmt: skip
+    names = [f"a{i}" for i in range(args.adapters)]
+    if names:
+        given |= {"lora_modules": [f"{one}={folder.with_name(one)}" for one in names], "max_loras": len(names)}
+    which = [([None, *names])[i % (len(names) + 1)] for i in range(args.count)]
     started = time.monotonic()
     with LLM(str(folder), **(given | options)) as llm:
         loaded = time.monotonic()
         if at_once > 1:
-            llm.generate([prompt[: len(prompt) // 2] for prompt in prompts], {"max_new_tokens": 1})
-        rounds = [llm.generate(prompts, params) for _ in range(2 if at_once > 1 else 1)]
+            llm.generate([prompt[: len(prompt) // 2] for prompt in prompts], {"max_new_tokens": 1}, adapter=which)
+        rounds = [llm.generate(prompts, params, adapter=which) for _ in range(2 if at_once > 1 else 1)]
         said = {
             "start_s": round(loaded - started, 1), "s": round(time.monotonic() - loaded, 1),
             "accept_length": round(llm.engine.stats()["accept_length"], 2),
@@ -223,7 +237,7 @@ def one_family(args: argparse.Namespace) -> None:
     """Prints a line of JSON for each engine."""
     name = args.one
     with tempfile.TemporaryDirectory() as made:
-        own = written(Path(made), name, args.files)
+        own = written(Path(made), name, args.files, args.adapters)
         drafter = own.pop("speculative_algorithm")
         (plain,), said = answers(Path(made) / "model", args, 1, speculative_algorithm="none")
         said["different_tokens"] = len({token for answer in plain for token in answer})
@@ -249,6 +263,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="after which what runs is stopped")
     parser.add_argument("--out", type=Path, default=Path("family_texts.json"))
     parser.add_argument("--files", action="store_true")
+    parser.add_argument("--adapters", type=int, default=0, help="of llama, with --files")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--format", help=argparse.SUPPRESS)
     parser.add_argument("options", nargs="*", metavar="option=value", help="of all engines")
@@ -264,7 +279,7 @@ def main() -> None:
             form, name = key = todo.pop(0)
             command = [sys.executable, __file__, "--one", name, "--format", form, "--device", args.device]
             command += ["--count", str(args.count), "--tokens", str(args.tokens), *args.options]
-            command += ["--files"] * args.files
+            command += ["--files"] * args.files + ["--adapters", str(args.adapters)]
             log = logs / f"{form} {name}"
             with log.open("w") as file, log.with_suffix(".err").open("w") as errors:
                 running[key] = subprocess.Popen(command, stdout=file, stderr=errors, text=True), log
