@@ -65,10 +65,11 @@ def server_of(
     inner: ASGIApp, options: Options, served: Served, port: int | None, hangup: Hangup | None,
     reload: Callable[[], None],
 ) -> Server:  # fmt: skip
-    """Returns a server of an application that answers for `served`. port: None: nobody is told where it listens.
-    reload: what SIGHUP does where it reloads something."""
+    """Returns a server of an application that answers for `served`. port: None: it listens at a path, behind a front
+    that has looked who asks, and nobody is told.  reload: what SIGHUP does where it reloads something."""
     allow_descriptors(options.max_connections)
-    app = rooted(paced(guarded(inner, options), options), options.root_path)
+    app = inner if port is None else guarded(inner, options)
+    app = rooted(paced(app, options), options.root_path)
     config = uvicorn.Config(
         _quiet(app, served),
         http=partial(LimitedConnection, limit=options.max_connections, reads=ReadScheduler()),  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from fake_engine import FakeEngine, local
 from starlette.testclient import TestClient
 
 from draftwing.config.options import Options
+from draftwing.server.edge.hosts import guarded
 from draftwing.server.uvicorn_server import make_server
 
 HOST = "127.0.0.1:30000"
@@ -122,6 +123,19 @@ def test_pages_of_this_machines_programs_may_where_the_server_is_its_own() -> No
     for origin in ("http://localhost:3000", "http://127.0.0.1:5173", "https://app.localhost"):
         assert preflight(own, "/v1/messages", origin).headers["access-control-allow-origin"] == origin
         assert preflight(open_, "/v1/messages", origin).status_code == 405
+
+
+@pytest.mark.parametrize("options", [{}, {"allowed_hosts": "page.example"}, {"allowed_hosts": "*", "api_key": "k"}])
+def test_behind_a_front_headers_for_browsers_come_once(options: dict[str, str]) -> None:
+    chosen, engine = Options(**options), FakeEngine(Options(random_seed=7, **options))  # type: ignore[arg-type]
+    child: Any = make_server(local(engine), engine.tokenizer, [], 5.0, None).config.app
+    alone, behind = client(**options), TestClient(guarded(child, chosen), raise_server_exceptions=False)
+    for origin in (ORIGIN, "http://localhost:3000", "null", None):
+        for path in ("/v1/models", "/nothing"):
+            headers = {"host": HOST, "authorization": "Bearer k"} | ({"origin": origin} if origin else {})
+            found = [one.get(path, headers=headers) for one in (alone, behind)]
+            for name in ("vary", "access-control-allow-origin", "access-control-expose-headers"):
+                assert found[0].headers.get_list(name) == found[1].headers.get_list(name), (origin, path)
 
 
 BROWSER = {"user-agent": "Mozilla/5.0 (X11; Linux x86_64)", "host": HOST}
