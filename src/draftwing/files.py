@@ -75,7 +75,7 @@ def pointer(path: Path) -> str:
 def load_json(path: Path) -> Any:
     """Returns what a file of JSON holds. Raises OSError, and ValueError for what is not JSON in UTF-8."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except ValueError as error:

@@ -247,6 +247,8 @@ def test_one_of_several_models_may_be_named(model: str | None, asked: str) -> No
 def test_prompts_are_repeated_to_the_number_that_is_asked_for(tmp_path: Path) -> None:
     assert load_prompts(None, 10) == [*PROMPTS, *PROMPTS[:2]]
     file = tmp_path / "p"
+    file.write_text('"one"\n{"prompt": "two"}\n', "utf-8-sig")
+    assert load_prompts(str(file), 3) == ["one", "two", "one"]
     for bad in ("", "{", "5", '{"turns": []}'):
         file.write_text(bad)
         with pytest.raises(ConfigError, match="--prompts"):

@@ -34,6 +34,8 @@ def test_keys_of_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     options = written(tmp_path, FILE)
     alice = ApiKey("alice", "sk-alice", False, 60, 1000, -2)
     assert read_keys(options) == (alice, ApiKey("the operator", "sk-operator", True, max_priority=0))
+    (tmp_path / "keys.toml").write_text(FILE, "utf-8-sig")
+    assert read_keys(options)[0] == alice
     assert not caplog.text and "sk-alice" not in repr(alice)
     (tmp_path / "keys.toml").chmod(0o644)
     read_keys(options)

@@ -56,9 +56,10 @@ def read(arguments: dict[str, Any] | None = None, **environ: str) -> Options:
 @pytest.mark.parametrize(("suffix", "text"), [(".toml", TOML), (".yaml", YAML), (".yml", YAML), (".yaml", "")])
 def test_a_file(suffix: str, text: str, tmp_path: Path) -> None:
     file = tmp_path / f"server{suffix}"
-    file.write_text(text)
     meant = MEANT if text else Options()
-    assert read({"config": str(file)}) == read(DRAFTWING_CONFIG=str(file)) == meant
+    for encoding in ("utf-8", "utf-8-sig"):  # as editors save
+        file.write_text(text, encoding)
+        assert read({"config": str(file)}) == read(DRAFTWING_CONFIG=str(file)) == meant
     meant.resolve()
 
 

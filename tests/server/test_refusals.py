@@ -384,6 +384,23 @@ def test_bodies_that_are_not_what_they_should_be(client: TestClient) -> None:
         assert response.status_code == 400 and "message" in response.json()["error"], (path, raw, response.text)
 
 
+def test_a_mark_before_the_body_is_passed_over(client: TestClient, engine: FakeEngine) -> None:
+    headers = {"content-type": "application/json"}
+    for path, body in (
+        (CHAT_PATH, {"messages": MESSAGES, "max_tokens": 1}), (COMPLETION, {"prompt": "a", "max_tokens": 1}),
+        ("/v1/responses", {"input": "a"}), ("/v1/messages", {"model": "m", "max_tokens": 1, "messages": MESSAGES}),
+        ("/api/generate", {"model": "m", "prompt": "a", "stream": False}), ("/generate", {"text": "a"}),
+        ("/tokenize", {"prompt": "\ufeffa"}), (COMPLETION, {"prompt": "a" * 9, "user": "u" * 70_000}),
+    ):  # fmt: skip
+        plain = json.dumps(body).encode()
+        answers = [client.post(path, content=mark + plain, headers=headers) for mark in (b"", b"\xef\xbb\xbf")]
+        assert [one.status_code for one in answers] == [200, 200], path
+        tokens = [one.json().get("tokens") for one in answers]
+        assert tokens[0] == tokens[1] and len({(*one.prompt_ids,) for one in engine.requests[-2:]}) < 2, path
+        for wrong in (b"\xef\xbb\xbf" * 2 + plain, b"\xef\xbb" + plain, plain + b"\xef\xbb\xbf", b"\xef\xbb\xbf{"):
+            assert client.post(path, content=wrong, headers=headers).status_code == 400, (path, wrong)
+
+
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ";"])
 def test_other_content_types(client: TestClient, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}

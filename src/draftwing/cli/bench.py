@@ -178,7 +178,7 @@ def load_prompts(path: str | None, count: int) -> list[str]:
     prompts: Sequence[str] = PROMPTS
     if path is not None:
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
             prompts = [_prompt(json.loads(line)) for line in lines if line.strip()]
         except OSError as error:
             raise ConfigError(f"--prompts: {path} cannot be read: {error.strerror}") from None

@@ -73,7 +73,7 @@ def _encode(document: str | list[dict[str, Any]], tokenizer: Tokenizer) -> list[
 def _documents(path: Path) -> Iterator[str | list[dict[str, Any]]]:
     if path.suffix not in (".jsonl", ".json"):
         try:
-            yield path.read_text(encoding="utf-8")
+            yield path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         return

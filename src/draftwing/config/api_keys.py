@@ -55,9 +55,8 @@ def read_keys(options: Options) -> tuple[ApiKey, ...]:
 
 def _from_file(path: Path) -> list[ApiKey]:
     try:
-        with path.open("rb") as file:
-            others = path.stat().st_mode & _OTHERS
-            tables = tomllib.load(file)
+        others = path.stat().st_mode & _OTHERS
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"api_key_file {str(path)!r} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

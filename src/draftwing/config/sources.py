@@ -109,7 +109,7 @@ def _file(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Path | No
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"--config {str(path)!r} cannot be read: {reason}") from None

@@ -34,6 +34,7 @@ from draftwing.server.http import (
     failure,
     guarded,
     json_response,
+    unmarked,
     with_ignored_header,
 )
 from draftwing.server.kept_streams import HEADER as KEEP
@@ -277,7 +278,7 @@ async def read_body(request: Request, model: type[M], place: ExitStack | None = 
     service: Service = request.app.state.service
     if place is not None:
         service.check_room(1, held=0)
-    body = await request.body()
+    body = unmarked(await request.body())
     if place is not None:  # not before: who sends slowly takes no place from others
         place.enter_context(service.engine.quota.reserve(client_name(), 1))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -109,6 +110,11 @@ _TYPES = {
     429: ("RateLimitError", "rate_limit_error"),
     503: ("ServiceUnavailableError", "api_error"),
 }
+
+
+def unmarked(body: bytes) -> bytes:
+    """Returns JSON without the mark of UTF-8 (BOM) that some programs write before it, as RFC 8259 lets readers do."""
+    return body.removeprefix(BOM_UTF8)
 
 
 def error_body(path: str, status: int, message: str, param: str | None = None, code: Any = None) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class OllamaBody(ChatLogprobs, hints="shift"):
 
 class OllamaChatRequest(OllamaBody):
     """Body of /api/chat. Without options.num_predict an answer runs to the model's default length, or to the context
-    limit; -1 is no limit."""
+    limit; 0 and less are no limit."""
 
     source = "messages"
 

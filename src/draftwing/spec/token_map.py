@@ -90,7 +90,7 @@ def _read(path: Path) -> Any:
     try:
         if path.suffix in (".pt", ".pth", ".bin"):
             return torch.load(path, map_location="cpu", weights_only=True)
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         return json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise CheckpointError(f"token map {path} cannot be read: {error}; {_EXPECTED}") from error

@@ -214,7 +214,7 @@ def _template_text(template: str | Path) -> str:
         raise ConfigError(
             f"--chat-template: expected a file, a jinja2 template, or {BUNDLED_TEMPLATE}; found {str(template)!r}"
         )
-    return file.read_text(encoding="utf-8")
+    return file.read_text(encoding="utf-8-sig")
 
 
 def _from_gguf(path: Path, override: str | None) -> Tokenizer:

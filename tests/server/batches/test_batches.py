@@ -256,6 +256,7 @@ def test_bodies_of_batches_that_are_wrong(client: TestClient) -> None:
         assert response.status_code == status, (wrong, response.text)
         assert param is None or response.json()["error"]["param"] == param
     assert client.post("/v1/batches", content=b"{").status_code == 400
+    assert client.post("/v1/batches", content=json.dumps(right).encode("utf-8-sig")).status_code == 200
     for method, path in (("GET", "/v1/batches/none"), ("POST", "/v1/batches/none/cancel"), ("DELETE", "/v1/files/x")):
         assert client.request(method, path).status_code == 404
 

@@ -64,6 +64,8 @@ async def test_a_request_reaches_the_model_that_it_names_and_no_other() -> None:
             assert (got.status_code, got.headers["x-own"], said["name"]) == (201, "7", owner)
             assert (said["method"], said["target"], said["body"]) == ("POST", "/v1/any?y=1", body)
             assert said["headers"]["x-mine"] == "8" and said["headers"]["authorization"] == "Bearer k"
+        marked = await client.post("/v1/any", content='\ufeff{"model": "b"}')
+        assert (marked.status_code, marked.json()["name"]) == (201, "b")
         got = await client.get("/metrics?model=a")
         assert got.json()["target"] == "/metrics?model=a"
         assert (await client.head("/metrics?model=a")).content == b""

@@ -19,6 +19,7 @@ from draftwing.server.batches.store import Store, page
 from draftwing.server.batches.upload import UPLOAD_BYTES, receive_file
 from draftwing.server.edge.keys import Keyring, client_name
 from draftwing.server.endpoints import body_refusal, schema
+from draftwing.server.http import unmarked
 from draftwing.server.schema import Body
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
@@ -120,7 +121,7 @@ def _add_batches(app: FastAPI, store: Store, runner: Runner) -> None:
     @app.post("/v1/batches", openapi_extra=schema(NewBatch))
     async def create(request: Request) -> dict[str, Any]:
         """Begins a batch: each line of a file is a request, answered when there is room beside all others."""
-        asked, owner = _read(await request.body()), client_name()
+        asked, owner = _read(unmarked(await request.body())), client_name()
         if asked.endpoint not in ENDPOINTS:
             found = f"found {asked.endpoint[:100]!r}"
             raise RequestError(f"endpoint must be one of {', '.join(ENDPOINTS)}; {found}", "endpoint")

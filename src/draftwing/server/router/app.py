@@ -28,7 +28,7 @@ from draftwing.server.batches.routes import UPLOADS, add_batches, refuse_batches
 from draftwing.server.edge.keys import Allowances, KeyCheck, Keyring
 from draftwing.server.edge.limits import SMALL, BodyLimit
 from draftwing.server.endpoints import install_error_handlers, unless_disconnected
-from draftwing.server.http import IGNORED, EventStream, dialect, encode, json_response, line, spoken_path
+from draftwing.server.http import IGNORED, EventStream, dialect, encode, json_response, line, spoken_path, unmarked
 from draftwing.server.ollama import VERSION, chat_content, head, text_content
 from draftwing.server.router.library import Library
 from draftwing.server.router.listing import Listing, show
@@ -376,7 +376,7 @@ def _kept(given: Mapping[str, Any]) -> float | None:
 
 async def _read(request: Request) -> dict[str, Any]:
     """Returns the body, an object of JSON; that of another type, which the model's server judges, has no fields."""
-    body = await request.body()
+    body = unmarked(await request.body())
     read = partial(from_json, body, cache_strings=False)
     try:
         found = read() if len(body) <= SMALL else await asyncio.to_thread(read)
