@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
-from draftwing.models.folder import folder_tensors, weight_files
+from draftwing.models.folder import folder_tensors
 from draftwing.models.loader import load_model
+from draftwing.models.weight_files import weight_files
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
 

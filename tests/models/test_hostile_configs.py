@@ -36,11 +36,12 @@ from draftwing.gguf_file import GGUFFile, open_gguf
 from draftwing.models.config import from_hf
 from draftwing.models.families import FAMILIES, in_gguf
 from draftwing.models.fields import METADATA
-from draftwing.models.folder import folder_tensors, read_json
+from draftwing.models.folder import folder_tensors
 from draftwing.models.generation import sampling_defaults, stop_ids
 from draftwing.models.gguf_config import model_config
 from draftwing.models.heads.config import draft_config, flatten_config, resolve_aux_layers
 from draftwing.models.loader import load_config, load_model
+from draftwing.models.weight_files import read_json
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     name: config for name, config in vars(hf_configs).items() if name.isupper() and not name.startswith("_")

@@ -47,10 +47,10 @@ from draftwing.errors import ConfigError
 from draftwing.kv.pool import check_int8
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.folder import bytes_of
 from draftwing.models.heads.config import drafts_in_parallel
 from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.loader import load_config, mapped_bytes
+from draftwing.models.weight_files import bytes_of
 from draftwing.parallel.group import join
 from draftwing.parallel.ranks import Absent, Alone, Ranks
 from draftwing.sched.policy.choice import Mixes

@@ -60,8 +60,8 @@ class Provenance(NamedTuple):
 def model_files(options: Options, path: Path) -> tuple[StoredFile, ...]:
     """Returns the files that a text depends on of the model at `path`. Imports torch. Raises CheckpointError."""
     from draftwing.gguf_file import PART
-    from draftwing.models.folder import weight_files
     from draftwing.models.hub import resolve_model
+    from draftwing.models.weight_files import weight_files
 
     tokenizer = path
     if options.tokenizer_path:

@@ -14,7 +14,7 @@ from draftwing.errors import RequestError
 from draftwing.gguf_file import open_gguf
 from draftwing.models.config import ModelConfig
 from draftwing.models.fields import Fields
-from draftwing.models.folder import read_json
+from draftwing.models.weight_files import read_json
 from draftwing.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gguf import GGMLQuantizationType
-
 from draftwing.config.aliases import ALIASES, DEFAULT_MODEL
 from draftwing.config.options import Options
 from draftwing.errors import CheckpointError
-from draftwing.gguf_file import GGUFFile, open_gguf
-from draftwing.models.config import ModelConfig
-from draftwing.models.families import language_model
-from draftwing.models.folder import bytes_of, read_json
+from draftwing.gguf_file import open_gguf
 from draftwing.models.generation import sampling_defaults
 from draftwing.models.heads.own_layers import with_own_layers
 from draftwing.models.hub import default_model_file, hub_id
 from draftwing.models.hub_files import HEAD, cached, files_in, models_in
 from draftwing.models.loader import load_config
+from draftwing.models.stored import main_type, stored_type
+from draftwing.models.weight_files import bytes_of, read_config_json
 from draftwing.text.tokenizer import load_tokenizer
 
 
@@ -106,12 +100,12 @@ def describe(name: str, path: Path) -> dict[str, Any]:
             file = open_gguf(path)
             facts["size"] = file.size
             facts["architecture"] = file.metadata.get("general.architecture")
-            facts["format"] = f"GGUF {_main_type(file)}"
+            facts["format"] = f"GGUF {main_type(file)}"
             licence = licence or file.metadata.get("general.license")
         else:
-            config = read_json(path / "config.json")
+            config = read_config_json(path)
             facts["architecture"] = ", ".join(map(str, config.get("architectures") or ())) or config.get("model_type")
-            facts["format"] = _format(config)
+            facts["format"] = stored_type(config) or "unknown"
         facts["licence"] = licence
         served = load_config(path)
         options = with_own_layers(Options.from_kwargs(model=name).resolve(), path, served)
@@ -167,30 +161,3 @@ def _names(model: StoredModel) -> tuple[str, ...]:
     if model.files:
         return model.name, model.name.partition(":")[0]
     return (model.name,) if alias is None or alias.hub is None else (model.name, alias.hub.repo)
-
-
-def stored_as(path: Path, config: ModelConfig) -> dict[str, Any]:
-    """Returns how a served model is stored: format, number of values (of a folder those in matrices), and the type of
-    most of them, empty where that is not said."""
-    if path.suffix != ".gguf":
-        return {"format": "safetensors", "values": config.matrix_weights, "type": ""}
-    file = open_gguf(path)
-    values = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
-    return {"format": "gguf", "values": values, "type": _main_type(file), "bytes": file.size}
-
-
-def _main_type(file: GGUFFile) -> str:
-    """Returns the type that most of the values are stored as."""
-    values: Counter[int] = Counter()
-    for tensor in file.tensors.values():
-        values[tensor.type_id] += math.prod(tensor.shape)
-    return GGMLQuantizationType(values.most_common(1)[0][0]).name if values else "without tensors"
-
-
-def _format(config: dict[str, Any]) -> str:
-    """Returns how weights are stored: the method by which they are quantised, or their type."""
-    with contextlib.suppress(CheckpointError):
-        config = dict(language_model(config))
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    return str(method or config.get("dtype") or config.get("torch_dtype") or "unknown")

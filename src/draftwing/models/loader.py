@@ -35,13 +35,14 @@ from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import SEED, fill_random
 from draftwing.models.fields import Fields
-from draftwing.models.folder import folder_tensors, read_json
+from draftwing.models.folder import folder_tensors
 from draftwing.models.generation import suppressed
 from draftwing.models.gguf_tensors import Progress
 from draftwing.models.pooling import MODULES, encoder_of, has_head
 from draftwing.models.quantised.config import Quantization, Scheme
 from draftwing.models.quantised.cuts import DenseCut, stored_cuts
 from draftwing.models.quantised.read import KVScales, assembled
+from draftwing.models.weight_files import read_config_json, read_json
 from draftwing.models.weight_map import (
     MTP_PREFIXES,
     OTHER_SENSES,
@@ -58,7 +59,6 @@ from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
-_MODELOPT = "hf_quant_config.json"  # where ModelOpt says how weights are quantised, if config.json does not
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Hugging Face name with its `model.` prefix; on the CPU, in blocks where the parameter's format takes them
@@ -73,9 +73,7 @@ def load_config(path: str | Path) -> ModelConfig:
         return gguf_config.model_config(open_gguf(path))
     if not path.is_dir():
         raise CheckpointError(f"expected a model folder or a .gguf file, found neither at {path}")
-    config = read_json(path / "config.json")
-    if config.get("quantization_config") is None and (path / _MODELOPT).exists():
-        config["quantization_config"] = {"quant_method": "modelopt", **read_json(path / _MODELOPT)}
+    config = read_config_json(path)
     if "auto_map" in config:
         logger.info("auto_map in %s is ignored: code from a checkpoint is never executed", path / "config.json")
     found = replace(from_hf(config), suppressed=suppressed(path))

@@ -14,7 +14,7 @@ from draftwing.files import load_json
 from draftwing.gguf_file import open_gguf
 from draftwing.layers.encoder import EncoderConfig
 from draftwing.models.fields import Fields
-from draftwing.models.folder import read_json, weight_files
+from draftwing.models.weight_files import read_json, weight_files
 from draftwing.requests.pooling import Pooling, PoolingKind
 from draftwing.requests.refusals import show
 

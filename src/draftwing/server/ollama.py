@@ -196,7 +196,7 @@ async def _raw(service: Service, body: OllamaGenerateRequest) -> Generation:
     return await service.complete(body, body.prompt, ignored=() if body.think is None else ("think",))
 
 
-def _rounded(parameters: int) -> str:
+def rounded(parameters: int) -> str:
     """Returns a number of parameters as Ollama writes it: 134.52M, 7.6B; empty: it is not known."""
     for unit, letter, places in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0)):
         if parameters >= unit:
@@ -215,7 +215,7 @@ def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
         "format": info.stored.get("format", "safetensors"),
         "family": family,
         "families": [family],
-        "parameter_size": _rounded(info.stored.get("values", 0)),
+        "parameter_size": rounded(info.stored.get("values", 0)),
         "quantization_level": stored_type,
     }
     card = {

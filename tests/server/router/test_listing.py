@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_gguf
+from fake_engine import FakeEngine
 from gguf import GGUFWriter
+from scripted import client_of
 from tiny_checkpoint import write_checkpoint
 
 from draftwing.config.model_list import ServedModel
-from draftwing.server.router.listing import show
+from draftwing.config.options import Options
+from draftwing.models.stored import stored_as
+from draftwing.server.chat import Prompts
+from draftwing.server.parsers.reasoning import Reasoning
+from draftwing.server.router.listing import Listing, show
 from draftwing.server.router.model import Model
-from draftwing.text.tokenizer import load_tokenizer
+from draftwing.text.tokenizer import Tokenizer, load_tokenizer
+
+TOOLS = "{{ tools }}{{ messages }}<tool_call>tool_calls"
 
 
 @pytest.mark.parametrize(
@@ -28,7 +39,7 @@ from draftwing.text.tokenizer import load_tokenizer
 )
 def test_what_models_do(tmp_path: Path, architecture: str, does: list[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ tools }}"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLS}))
     model = Model(ServedModel(("m",), 1e9, {"model": str(tmp_path)}))
     assert show(model)["capabilities"] == does
     (tmp_path / "tokenizer_config.json").unlink()  # as of encoders
@@ -56,6 +67,7 @@ def test_family_and_context_are_said_whatever_the_template_is(
             tokenizer.encode() if isinstance(tokenizer, str) else tokenizer
         )
     found = show(Model(ServedModel(("m",), 1e9, {"model": str(tmp_path)})))
+    assert found["model_info"].pop("general.parameter_count") == 0, "there are no weights"
     assert found["model_info"] == {"general.architecture": "qwen3", "qwen3.context_length": 4096}
     assert found["details"]["family"] == "qwen3" and found["capabilities"] == ["completion"]
     assert found["template"] == ("x" if tokenizer == '{"chat_template": "x"}' else "")
@@ -65,7 +77,8 @@ PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-OWN = "{{ tools }}{{ messages }}"
+OWN = TOOLS
+HARMONY = "<|start|><|channel|><|message|>{{ tools }}"
 FILES: dict[str, dict[str, str]] = {  # files with templates beside a checkpoint's
     "none": {"tokenizer_config.json": "{}"},
     "the configuration's": {"tokenizer_config.json": json.dumps({"chat_template": "{{ messages }}"})},
@@ -81,7 +94,19 @@ FILES: dict[str, dict[str, str]] = {  # files with templates beside a checkpoint
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("override", [None, "chatml_tools", OWN])
+def show_of(place: Path, **options: Any) -> dict[str, Any]:
+    return show(Model(ServedModel(("m",), 1e9, {"model": str(place), **options})))
+
+
+def loaded_does(tokenizer: Tokenizer, **options: Any) -> list[str]:
+    """What the loaded model says that it does, but for images."""
+    chosen = Options(**options)
+    chats = Prompts(chosen, tokenizer, Reasoning(chosen, tokenizer))
+    known = {"tools": chats.calls_tools, "thinking": chats.harmony or chats.reasoning is not None}
+    return ["completion", *(name for name, there in known.items() if there)]
+
+
+@pytest.mark.parametrize("override", [None, "chatml_tools", OWN, HARMONY, "{{ tools }}<function=>"])
 @pytest.mark.parametrize("files", FILES)
 def test_the_template_is_that_of_the_loaded_model(tmp_path: Path, files: str, override: str | None) -> None:
     folder = write_checkpoint(tmp_path / "m")
@@ -89,10 +114,59 @@ def test_the_template_is_that_of_the_loaded_model(tmp_path: Path, files: str, ov
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     options = {} if override is None else {"chat_template": override}
-    loaded = load_tokenizer(Path(folder), override).chat_source or ""
-    found = show(Model(ServedModel(("m",), 1e9, {"model": str(folder), **options})))
-    assert found["template"] == loaded and found["details"]["family"]
-    assert found["capabilities"] == ["completion", *(["tools"] if "tools" in loaded else [])]
+    tokenizer = load_tokenizer(Path(folder), override)
+    for parsers in (
+        {}, {"reasoning_parser": "qwen3"}, {"tool_call_parser": "hermes"}, {"tool_call_parser": "gpt-oss"},
+        {"reasoning_parser": "deepseek-r1", "tool_call_parser": "llama3"},
+    ):  # fmt: skip
+        found = show_of(folder, **options, **parsers)
+        assert found["template"] == (tokenizer.chat_source or "") and found["details"]["family"]
+        assert found["capabilities"] == loaded_does(tokenizer, **parsers), parsers
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sees"),
+    [
+        ("Qwen3VLForConditionalGeneration", True),
+        ("Gemma3ForConditionalGeneration", True),
+        ("Glm4vForConditionalGeneration", False),
+        ("Qwen3ForCausalLM", False),
+    ],
+)
+def test_who_reads_images(tmp_path: Path, architecture: str, sees: bool) -> None:
+    config = {"architectures": [architecture], "vision_config": {"hidden_size": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ("vision" in show_of(tmp_path)["capabilities"]) == sees
+    assert "vision" not in show_of(tmp_path, disable_images=True)["capabilities"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": None}))
+    assert "vision" not in show_of(tmp_path)["capabilities"]
+
+
+def test_a_gguf_file_reads_images_by_a_file_beside_it(tmp_path: Path) -> None:
+    file = tiny_gguf.write(tmp_path / "m.gguf", "llama")
+    assert show_of(file)["capabilities"] == ["completion"]
+    assert show_of(file, mmproj="x.gguf")["capabilities"] == ["completion", "vision"]
+    (tmp_path / "mmproj-f16.gguf").touch()
+    assert show_of(file)["capabilities"] == ["completion", "vision"]
+
+
+@pytest.mark.parametrize("kind", ["gguf", "folder"])
+def test_sizes_and_formats_are_those_of_the_loaded_model(tmp_path: Path, kind: str) -> None:
+    place = tiny_gguf.write(tmp_path / "m.gguf", "llama") if kind == "gguf" else write_checkpoint(tmp_path / "m")
+    model = Model(ServedModel(("m",), 1e9, {"model": str(place)}))
+    stored = stored_as(Path(place))
+    assert stored["values"] > 0 and stored["bytes"] > 0
+    card, shown = asyncio.run(Listing(lambda: None).ollama(model)), show(model)
+    engine = FakeEngine(Options(random_seed=7))
+    engine.info = dataclasses.replace(engine.info, stored=stored | {"on_device": False})
+    with client_of(engine) as client:
+        (loaded,) = client.get("/api/tags").json()["models"]
+        shown_loaded = client.post("/api/show", json={"model": "m"}).json()
+    for name in ("format", "parameter_size", "quantization_level"):
+        assert card["details"][name] == shown["details"][name] == loaded["details"][name] != ""
+    assert card["size"] == loaded["size"]
+    count = "general.parameter_count"
+    assert shown["model_info"][count] == shown_loaded["model_info"][count]
 
 
 def test_the_template_of_a_gguf_file_is_that_of_the_loaded_model(tmp_path: Path) -> None:
@@ -107,6 +181,5 @@ def test_the_template_of_a_gguf_file_is_that_of_the_loaded_model(tmp_path: Path)
             writer.add_token_merges(["a b"])
 
         file = tiny_gguf.write(tmp_path / f"{name}.gguf", "llama", edit=edit)
-        found = show(Model(ServedModel(("m",), 1e9, {"model": str(file)})))
-        assert found["template"] == load_tokenizer(file).chat_source
-        assert found["capabilities"] == ["completion", *(["tools"] if name != "other" else [])]
+        found, tokenizer = show_of(file), load_tokenizer(file)
+        assert found["template"] == tokenizer.chat_source and found["capabilities"] == loaded_does(tokenizer)

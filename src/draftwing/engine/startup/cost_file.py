@@ -17,7 +17,7 @@ from draftwing.config.trees import TreeShape
 from draftwing.engine.devices.base import Device
 from draftwing.engine.startup.models import Precision
 from draftwing.files import cache_folder, load_json, write_json
-from draftwing.models.folder import bytes_of
+from draftwing.models.weight_files import bytes_of
 from draftwing.sched.policy.cost import StepCost
 from draftwing.version import __version__
 

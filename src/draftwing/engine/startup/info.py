@@ -10,8 +10,8 @@ from draftwing.engine.build import Parts
 from draftwing.engine.provenance import Provenance
 from draftwing.engine.row_table import BAN_IDS
 from draftwing.models.generation import sampling_defaults, stop_ids
-from draftwing.models.library import stored_as
 from draftwing.models.pooling import pooling_of
+from draftwing.models.stored import stored_as
 from draftwing.text.tokenizer import Tokenizer
 
 
@@ -23,6 +23,7 @@ def info_of(
     options, executor = parts.options, parts.executor
     target, device = executor.model, executor.device
     config, pooling = target.config, pooling_of(path)
+    stored = stored_as(path)
     if config.encoder is not None:  # which leaves the vector in the place of the last token
         pooling = config.encoder.pooling._replace(kind="last")
     elif config.headless:
@@ -43,7 +44,7 @@ def info_of(
         processors=tuple(processors),
         defaults=sampling_defaults(path, options.model) if options.sampling_defaults == "model" else {},
         capability=parts.capability,
-        stored={**stored_as(path, config), "on_device": device.has_own_memory},
+        stored={**stored, "values": stored["values"] or config.matrix_weights, "on_device": device.has_own_memory},
         images=None if target.tower is None else target.tower.config.processor(tokenizer),
         provenance=provenance,
         pooling=pooling,

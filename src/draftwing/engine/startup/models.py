@@ -30,12 +30,12 @@ from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.log import progress_bar
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import SHARED, DecoderModel
-from draftwing.models.folder import weight_files
 from draftwing.models.heads.config import read_config, same
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import load_config, load_model
 from draftwing.models.towers import projector_file
 from draftwing.models.towers.loading import load_tower, stored_tensors
+from draftwing.models.weight_files import weight_files
 from draftwing.ops.gemm.groups import SCHEMES
 from draftwing.ops.types import Draft
 from draftwing.parallel.ranks import ALONE, Ranks

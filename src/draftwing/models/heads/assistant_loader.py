@@ -22,7 +22,7 @@ from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.families import FAMILIES
 from draftwing.models.fields import WIDEST, Fields
-from draftwing.models.folder import folder_tensors, read_json
+from draftwing.models.folder import folder_tensors
 from draftwing.models.gguf_config import model_config
 from draftwing.models.gguf_tensors import tensors
 from draftwing.models.heads.assistant import AssistantHead, ClusterConfig, of_keys
@@ -30,6 +30,7 @@ from draftwing.models.heads.config import same
 from draftwing.models.heads.loader import fill_head
 from draftwing.models.loader import Tensors
 from draftwing.models.quantised.read import assembled
+from draftwing.models.weight_files import read_json
 from draftwing.models.weight_map import layer_names
 from draftwing.requests.refusals import show
 

@@ -19,9 +19,10 @@ from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.families import PLAIN_FAMILY
 from draftwing.models.fields import Fields
-from draftwing.models.folder import folder_tensors, read_json
+from draftwing.models.folder import folder_tensors
 from draftwing.models.heads.eagle import Eagle3Config
 from draftwing.models.heads.gguf_heads import gguf_config
+from draftwing.models.weight_files import read_json
 from draftwing.models.weight_map import canonical
 from draftwing.requests.refusals import show
 

@@ -23,13 +23,14 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import mtp_weights
 from draftwing.models.families import in_gguf, language_model
 from draftwing.models.fields import MAX_LAYERS, Fields
-from draftwing.models.folder import folder_tensors, read_json
+from draftwing.models.folder import folder_tensors
 from draftwing.models.gguf_tensors import own_layers, tensors
 from draftwing.models.heads.config import same
 from draftwing.models.heads.mtp import check_trainable, mtp_head_of, stored_layers
 from draftwing.models.hub import resolve_model
 from draftwing.models.loader import Stored, check_shape, load_config, stored_shape
 from draftwing.models.quantised.read import assembled
+from draftwing.models.weight_files import read_json
 from draftwing.models.weight_map import (
     MTP,
     MTP_LAYERS,

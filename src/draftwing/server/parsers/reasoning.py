@@ -156,6 +156,12 @@ def is_harmony(template: str | None) -> bool:
     return template is not None and all(marker in template for marker in (START, CHANNEL, MESSAGE))
 
 
+def writes_harmony(reasoning: str | None, tools: str | None, template: str | None) -> bool:
+    """Returns whether a model writes harmony. reasoning, tools: the parsers that are named; without any the chat
+    template says it."""
+    return is_harmony(template) if reasoning is tools is None else bool({reasoning, tools} & {*HARMONY_PARSERS})
+
+
 TAIL = 64  # tokens of a prompt that are looked at
 _ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 
@@ -164,10 +170,9 @@ class Reasoning:
     """How the model reasons. style: its markers; None where they are not known, or where it writes harmony."""
 
     def __init__(self, options: Options, tokenizer: Tokenizer) -> None:
-        named = options.reasoning_parser, options.tool_call_parser
-        source = tokenizer.chat_source
-        self.harmony = is_harmony(source) if named == (None, None) else bool({*named} & {*HARMONY_PARSERS})
-        self.style = None if self.harmony or named[0] is None else REASONING_STYLES[named[0]]
+        named = options.reasoning_parser
+        self.harmony = writes_harmony(named, options.tool_call_parser, tokenizer.chat_source)
+        self.style = None if self.harmony or named is None else REASONING_STYLES[named]
         self._tokenizer = tokenizer
 
     @property

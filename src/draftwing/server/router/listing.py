@@ -6,12 +6,16 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from draftwing.errors import DraftwingError
+from draftwing.models.stored import reads_images, stored_as
+from draftwing.server.ollama import rounded
+from draftwing.server.parsers.reasoning import writes_harmony
+from draftwing.server.parsers.tools import style_of
 from draftwing.server.router.memory import WEIGHTS, model_files
 from draftwing.server.router.model import Model
 from draftwing.server.router.proxy import ask
@@ -82,37 +86,62 @@ class Listing:
 def show(model: Model) -> dict[str, Any]:
     """Returns what /api/show says of a model that is not loaded, as far as its files say it; blocks."""
     card, about = _from_files(model), _about(model)
-    family = about.get("family", "")
+    family, template = about.get("family", ""), about.get("template", "")
     context = {f"{family}.context_length": about["context"]} if "context" in about else {}
-    template = about.get("template", "")
     return {
         "modelfile": "",
         "parameters": "",
         "template": template,
         "details": card["details"] | {"family": family, "families": [family]},
-        "model_info": {"general.architecture": family, **context},
-        "capabilities": about.get("does", ["completion", *(["tools"] if "tools" in template else [])]),
+        "model_info": {
+            "general.architecture": family,
+            "general.parameter_count": _stored(model, model_files(model.served))["values"],
+            **context,
+        },
+        "capabilities": about.get("does", ["completion", *_further(model.served.arguments, template, about)]),
         "modified_at": card["modified_at"],
     }
+
+
+def _further(options: Mapping[str, Any], template: str, about: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what the loaded model can do besides writing text, by Ollama's names."""
+    harmony = writes_harmony(options.get("reasoning_parser"), options.get("tool_call_parser"), template)
+    if "tools" in template and (harmony or options.get("tool_call_parser") or style_of(template)):
+        yield "tools"
+    if about.get("sees") and not options.get("disable_images"):
+        yield "vision"
+    if harmony or options.get("reasoning_parser"):
+        yield "thinking"
 
 
 def _from_files(model: Model) -> dict[str, Any]:
     files, name = model_files(model.served), model.served.name
     weights = [file for file in files if file.suffix in WEIGHTS]
-    form = "gguf" if any(file.suffix == ".gguf" for file in weights) else "safetensors"
-    details = {"parent_model": "", "format": form, "family": "", "families": [], "parameter_size": ""}
+    found = _stored(model, files)
     return {
         "name": name,
         "model": name,
         "modified_at": _written(max((file.stat().st_mtime for file in weights), default=0)),
-        "size": sum(file.stat().st_size for file in weights),
+        "size": found["bytes"] or sum(file.stat().st_size for file in weights),
         "digest": hashlib.sha256(name.encode()).hexdigest(),
-        "details": details | {"quantization_level": ""},
+        "details": {
+            "parent_model": "",
+            "format": found["format"],
+            "family": "",
+            "families": [],
+            "parameter_size": rounded(found["values"]),
+            "quantization_level": found["type"],
+        },
     }
 
 
+def _stored(model: Model, files: Sequence[Path]) -> dict[str, Any]:
+    first = next((file for file in files if file.suffix == ".gguf"), None)
+    return stored_as(first or (files[0].parent if files else Path(model.served.model)))
+
+
 def _about(model: Model) -> dict[str, Any]:
-    """Returns family, context and template, as far as files say them."""
+    """Returns family, context, template and whether it reads images, as far as files say them."""
     files = {file.name: file for file in model_files(model.served)}
     first = next((file for file in files.values() if file.suffix == ".gguf"), None)
     try:
@@ -123,13 +152,15 @@ def _about(model: Model) -> dict[str, Any]:
             family = data["general.architecture"]
             found = {"context": data.get(f"{family}.context_length"), "template": _template(model, first)}
             found["does"] = None if data.get(f"{family}.attention.causal", True) else ["embedding"]  # an encoder
+            found["sees"] = "mmproj" in model.served.arguments or any(first.parent.glob("mmproj*.gguf"))
         else:
             data = json.loads(files["config.json"].read_text())
             architecture = str((data.get("architectures") or [""])[0])
-            family = architecture.removesuffix("ForCausalLM").lower()
+            family = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration").lower()
             does = next((does for end, does in _SILENT.items() if architecture.endswith(end)), None)
             text = {**data, **(data.get("text_config") or {})}  # of models that read images, too
             found = {"context": text.get("max_position_embeddings"), "does": does}
+            found["sees"] = reads_images(data)
             found["template"] = _template(model, files["config.json"].parent) if does is None else ""
     except (OSError, ValueError, LookupError, TypeError, AttributeError, DraftwingError):
         return {}

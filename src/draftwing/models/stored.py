@@ -1,0 +1,108 @@
+"""What files say of how they hold a model, by their headers alone: without torch, for who only lists models."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from gguf import GGMLQuantizationType
+
+from draftwing.errors import CheckpointError
+from draftwing.gguf_file import GGUFFile, open_gguf
+from draftwing.models.weight_files import read_config_json, weight_files
+
+_WRONG = CheckpointError, OSError, ValueError, LookupError, TypeError, AttributeError  # in files
+_INNER = "text_config", "llm_config"  # of models for texts and images
+_MAX_HEADER = 100_000_000  # bytes, as the format of safetensors has it
+_BITS = re.compile(r'"(?:bits|w_bit|num_bits)": ([1-9]\d*)')  # of a value, where several are packed
+_WORDS = {"I32": 32, "U8": 8}  # bits of what they are packed in
+# What stands beside the codes of a quantised matrix.
+_BESIDE = re.compile(r"(scales?|scale_inv|scale_2|zeros|zero_point|g_idx|shape|absmax|quant_map|bitsandbytes__\w+)$")
+
+
+def stored_as(path: Path) -> dict[str, Any]:
+    """Returns how a model is stored, a `.gguf` file with its parts or a folder: format, number of values, the type of
+    most of them (of a folder what its config.json calls so), and bytes of the weights. What is not said is 0 or
+    empty."""
+    is_file = path.suffix == ".gguf"
+    found = {"format": "gguf" if is_file else "safetensors", "values": 0, "type": "", "bytes": 0}
+    with contextlib.suppress(*_WRONG):
+        places = [path] if is_file else [path, *path.iterdir()]
+        found |= _read(path, max(place.stat().st_mtime_ns for place in places))
+    return found
+
+
+@lru_cache(256)  # lists of models are asked for again and again
+def _read(path: Path, changed: int) -> Mapping[str, Any]:
+    if path.suffix == ".gguf":
+        file = open_gguf(path)
+        values = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+        return {"values": values, "type": main_type(file), "bytes": file.size}
+    config = read_config_json(path)
+    found: dict[str, Any] = {"type": stored_type(config)}
+    with contextlib.suppress(*_WRONG):  # or they are no safetensors
+        files = weight_files(path)
+        found |= {"bytes": sum(file.stat().st_size for file in files)}
+        found |= {"values": sum(values for file in files for values in _values(file, config))}
+    return found
+
+
+def main_type(file: GGUFFile) -> str:
+    """Returns the type that most of the values are stored as."""
+    values: Counter[int] = Counter()
+    for tensor in file.tensors.values():
+        values[tensor.type_id] += math.prod(tensor.shape)
+    return GGMLQuantizationType(values.most_common(1)[0][0]).name if values else "without tensors"
+
+
+def stored_type(config: Mapping[str, Any]) -> str:
+    """Returns how a parsed config.json says that weights are stored: the method by which they are quantised, or their
+    type; empty where it does not."""
+    kinds = (one.get(name) for one in _parts(config) for name in ("dtype", "torch_dtype"))
+    return str(_quantization(config).get("quant_method") or next(filter(None, kinds), ""))
+
+
+def reads_images(config: Mapping[str, Any]) -> bool:
+    """Returns whether a parsed config.json is of a model whose images are read."""
+    return bool(config.get("vision_config")) and bool(_seeing() & {*(config.get("architectures") or ())})
+
+
+@cache
+def _seeing() -> set[str]:
+    file = Path(__file__).parent / "families" / "seeing.toml"
+    return {*tomllib.loads(file.read_text(encoding="utf8"))["architectures"]}
+
+
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [config, *(config[name] for name in _INNER if isinstance(config.get(name), dict))]
+
+
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = (one.get("quantization_config") for one in _parts(config))
+    return next((one for one in given if isinstance(one, dict)), {})
+
+
+def _values(file: Path, config: Mapping[str, Any]) -> Iterator[int]:
+    """Yields how many values the tensors of a file have. Raises ValueError for one that is not of safetensors."""
+    with file.open("rb") as content:
+        size = int.from_bytes(content.read(8), "little")
+        if size > _MAX_HEADER:
+            raise ValueError
+        tensors = json.loads(content.read(size))
+    quantization = json.dumps(_quantization(config))
+    stated = _BITS.search(quantization)
+    bits = int(stated[1]) if stated else 4
+    for name, tensor in tensors.items():
+        values = math.prod(tensor.get("shape", [0]))  # the metadata of the file have none
+        if quantization == "{}":
+            yield values
+        elif not _BESIDE.search(name):
+            yield values * _WORDS.get(tensor.get("dtype"), bits) // bits
