@@ -162,6 +162,9 @@ class OracleDrafter:
     def confidence(self, slots, rows, max_kv_len, out=None):
         return (torch.empty_like(rows) if out is None else out).fill_(MAX_CONFIDENCE)
 
+    def begin(self, step):
+        return True  # neither edits nor grammars change what it proposes
+
     def constrain(self, slots, rows, banned, noisy):
         self.constrained = True  # it knows the answers, which are legal
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.config.trees import PLAIN
 from draftwing.core import Plan
 from draftwing.engine.devices.base import Device
 from draftwing.engine.graphs import FIRST, Beside, GraphCache, Key, RecordedStages, foreign_steps
@@ -20,7 +20,7 @@ from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import Batches, DraftBatch, TreeStep, Verified
 from draftwing.engine.target import TargetForward
 from draftwing.ops.assign.spec import forget, roots_alone
-from draftwing.ops.types import Calibration, Draft, DraftEdits, SamplingGroups
+from draftwing.ops.types import Calibration, Draft, SamplingGroups
 from draftwing.sched.guidance import Guides
 from draftwing.spec.drafter import Drafter, DraftStep
 
@@ -145,15 +145,21 @@ class TreeSteps:
         return self._batches.trees(rows, draft, shape, step.bound, self._calibration, step.total)
 
     def _proposed(self, step: TreeStep) -> Draft:
-        rows, special, edits = step.rows, step.special, None
-        if step.forward_key is not None and special is not None and not len(special.edited):
-            drafted: DraftBatch = self._graphs.run(FIRST, step.forward_key, self.draft, step)
-            return drafted.draft
+        special, edits = step.special, None
         if special is not None and step.guidance is not None:
-            self._features.constrain(special, rows, step.guidance)
+            self._features.constrain(special, step.rows, step.guidance)
         if step.edited or special is not None:
             edits = self._features.draft_edits(special)
-        return self._propose(rows, step.shape, step.bound, step.groups.noisy, edits)
+        wanted = DraftStep(self._table, step.rows, step.shape, step.bound, step.groups.noisy, edits)
+        if special is not None and step.forward_key is not None and self._begun(special, wanted):
+            drafted: DraftBatch = self._graphs.run(FIRST, step.forward_key, self.draft, step)
+            return drafted.draft
+        return self._propose(wanted)
+
+    def _begun(self, special: Plan, wanted: DraftStep) -> bool:
+        """Returns whether a captured draft knows what it has to of the edits: of its first level it does, and deeper
+        ones are drafted without, for it takes a third of the time (8B, EAGLE-3: 2 ms in place of 13)."""
+        return self._drafter is None or not len(special.edited) or self._drafter.begin(wanted)
 
     def _verify(self, drafted: DraftBatch) -> Verified:
         return Verified(*self._target.run(drafted.batch))
@@ -161,12 +167,10 @@ class TreeSteps:
     def verify_adapted(self, drafted: DraftBatch) -> Verified:
         return Verified(*self._target.verify_adapted(drafted.batch))
 
-    def _propose(
-        self, rows: Tensor, shape: TreeShape, max_kv_len: int, noisy: Tensor, edits: DraftEdits | None = None
-    ) -> Draft:
+    def _propose(self, wanted: DraftStep) -> Draft:
         if self._drafter is None:  # there is nothing in the tree yet, see `RequestFeatures.adjust`
-            return roots_alone(self._table, rows, shape.nodes)
-        draft = self._drafter.propose(DraftStep(self._table, rows, shape, max_kv_len, noisy, edits))
+            return roots_alone(self._table, wanted.rows, wanted.shape.nodes)
+        draft = self._drafter.propose(wanted)
         if self._foreign:  # its tensors may be its own, or one number with stride 0, and a graph's are written to
             own: Iterable[Any] = (None if one is None else one.clone(memory_format=CONTIGUOUS) for one in draft)
             draft = Draft(*own)

@@ -227,6 +227,11 @@ class Drafter(ABC):
         """Called right before `propose`, of drafters with KV layers: what may not follow the newest token of these rows
         [b], banned [b, V] bool; noisy: among them."""
 
+    def begin(self, step: DraftStep) -> bool:
+        """Writes what the drafts of a step begin with where that is row state: by what `constrain` said, and by the
+        step's edits. Returns whether a captured `propose` may follow, which knows of neither; else nothing changed."""
+        return False
+
     def read_head(self, folder: Path | None) -> FeatureHead:
         """Loads a head that `take_head` can put in the place of the drafter's own. folder: None for the one that it
         began with. Raises CheckpointError, and ConfigError for one that differs in more than weights. Changes nothing,

@@ -48,6 +48,9 @@ class LookupDrafter(Drafter):
         """Returns how good what was found is: see the index."""
         return self.index.confidence(table, rows, max_kv_len, out)
 
+    def begin(self, step: DraftStep) -> bool:
+        return True  # neither is read
+
     def propose(self, step: DraftStep) -> Draft:
         return self.index.propose(step.table, step.rows, step.shape)
 

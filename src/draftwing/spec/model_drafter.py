@@ -142,6 +142,13 @@ class ModelDrafter(HeadDrafter):
     def _expand(self, table: RowTensors, rows: Tensor, shape: TreeShape) -> Expansion:
         return self.ops.expand(table, rows, shape, self._first, self.tail, self.lookahead, self.head.target_ids)
 
+    def begin(self, step: DraftStep) -> bool:
+        """Writes the roots' continuations, on a GPU, where `propose` reads them."""
+        if self.ops.reads_root_late:
+            return False
+        self._read_first(step.table, step.rows, step.noisy, self._editor(step))
+        return True
+
     def constrain(self, table: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
         logits, ids = self.head.logits(self.ops.take_rows(self._newest_hidden, rows)), self.head.target_ids
         logits = without(logits, banned, ids)

@@ -71,6 +71,12 @@ class PairDrafter(Drafter):
         grown = self.model.propose(step._replace(shape=self._grown(shape)))
         return self.model.ops.merge(grown, found, shape, self.calibration)
 
+    def begin(self, step: DraftStep) -> bool:
+        if step.shape.proposer == LOOKUP_ALONE:
+            self.model.unconstrain()
+            return True
+        return self.model.begin(step._replace(shape=self._grown(step.shape)))
+
     def _grown(self, shape: TreeShape) -> TreeShape:
         """Returns the model's part in a tree."""
         depth, topk = min(shape.depth, self.grown.depth), min(shape.topk, self.grown.topk)
