@@ -173,7 +173,7 @@ class ModelConfig:
                     raise CheckpointError(f"expected {pairs} rope frequency factors, found {len(divisors)}")
         if any(token >= self.vocab_size for token in self.suppressed):
             raise CheckpointError(
-                f"suppress_tokens: expected ids below {self.vocab_size}, found {max(self.suppressed)}"
+                f"suppress_tokens or bad_words_ids: expected ids below {self.vocab_size}, found {max(self.suppressed)}"
             )
         if len({layer.per_layer for layer in self.layers}) > 1:
             raise CheckpointError("expected embeddings of one size for all layers")
