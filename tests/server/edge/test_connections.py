@@ -7,14 +7,14 @@ import contextlib
 import socket
 import time
 import tomllib
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
 from fake_engine import FakeEngine, local
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from draftwing.errors import ConfigError
@@ -68,15 +68,22 @@ def test_a_uvicorn_without_what_is_overridden_is_refused(name: str, monkeypatch:
     assert TRIED in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["cycle", "pipeline", "connections"])
-def test_so_is_one_without_what_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = HttpToolsProtocol.__init__
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((HttpToolsProtocol, name) for name in ("cycle", "pipeline", "connections")),
+        *((RequestResponseCycle, name) for name in ("chunked_encoding", "expected_content_length", "message_event")),
+    ],
+)
+def test_so_is_one_without_what_is_used(kind: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = kind.__init__
 
-    def without(self: HttpToolsProtocol, *args: Any, **more: Any) -> None:
+    @wraps(made)
+    def without(self: Any, *args: Any, **more: Any) -> None:
         made(self, *args, **more)
         delattr(self, name)
 
-    monkeypatch.setattr(HttpToolsProtocol, "__init__", without)
+    monkeypatch.setattr(kind, "__init__", without)
     engine = FakeEngine()
     with pytest.raises(ConfigError, match=name):
         make_server(local(engine), engine.tokenizer, [], 5.0, 30000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import resource
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from draftwing.errors import ConfigError
@@ -402,12 +403,15 @@ class LimitedConnection(HttpToolsProtocol):
 
 def check_uvicorn(config: uvicorn.Config) -> None:
     """Raises ConfigError where the uvicorn that is installed has not what `LimitedConnection` overrides or uses: its
-    limits would not hold."""
+    limits would not hold, nor would clients of HTTP/1.0 be served."""
     connection = LimitedConnection(config=config, server_state=ServerState(), app_state={}, _loop=object())
     found = {name: getattr(HttpToolsProtocol, name, None) for name in _OVERRIDDEN}
     missing = [name for name, one in found.items() if one is getattr(asyncio.Protocol, name, None)]
     missing += [name for name in ("pause_reading", "resume_reading") if not hasattr(FlowControl, name)]
     missing += [name for name in _USED if not hasattr(connection, name)]
+    kind: Any = RequestResponseCycle  # of a request; what it is given is only kept
+    cycle = kind(**dict.fromkeys(inspect.signature(kind).parameters))
+    missing += [name for name in _USED_OF_REQUESTS if not hasattr(cycle, name)]
     if missing:
         raise ConfigError(
             f"uvicorn {uvicorn.__version__} has no {', '.join(missing)} in its connections, by which the server limits "
@@ -419,5 +423,9 @@ TRIED = "uvicorn>=0.30,<0.55"  # as in pyproject.toml
 _OVERRIDDEN = (
     "connection_made", "connection_lost", "data_received", "send_400_response", "on_message_begin", "on_header",
     "on_headers_complete", "on_body", "on_message_complete", "on_response_complete", "pause_writing", "resume_writing",
+)  # fmt: skip
+_USED_OF_REQUESTS = (
+    "chunked_encoding", "disconnected", "expected_content_length", "message_event", "response_complete",
+    "response_started", "scope", "send",
 )  # fmt: skip
 _USED = ("connections", "cycle", "flow", "headers", "loop", "parser", "pipeline", "transport")
