@@ -47,7 +47,7 @@ class TreeSteps:
         self._graphs, self._prefills = graphs, target.prefills
         self._batches, self._features, self._images = batches, features, images
         self._calibration, self._commit = calibration, commit
-        self._foreign = bool(foreign_steps(drafter))
+        self._copies = bool(graphs.sizes and foreign_steps(drafter))
         self._drafted_steps = 0
         self._nobody = SamplingGroups(*torch.empty(3, 0, dtype=torch.int64, device=device.device))
         self._graph_steps: dict[tuple[Key, bool, bool, bool], TreeStep] = {}
@@ -171,7 +171,7 @@ class TreeSteps:
         if self._drafter is None:  # there is nothing in the tree yet, see `RequestFeatures.adjust`
             return roots_alone(self._table, wanted.rows, wanted.shape.nodes)
         draft = self._drafter.propose(wanted)
-        if self._foreign:  # its tensors may be its own, or one number with stride 0, and a graph's are written to
+        if self._copies:  # its tensors may be its own, or one number with stride 0, and a graph's are written to
             own: Iterable[Any] = (None if one is None else one.clone(memory_format=CONTIGUOUS) for one in draft)
             draft = Draft(*own)
         return draft
