@@ -16,6 +16,9 @@ from draftwing.parallel.ranks import Share
 
 Stored = Tensor | BlockRows | MXRows | QuantizedRows
 
+# Instead of columns that are no whole blocks.
+_INSTEAD = "expected a smaller --tp-size, --enable-tp-invariance (which cuts no columns)"
+
 
 class Cut(NamedTuple):
     """`share` of an axis of a tensor as it is stored."""
@@ -52,7 +55,7 @@ class Cut(NamedTuple):
         if start % block or size % block:
             raise CheckpointError(
                 f"{name}: a share of {size} of its {whole} columns in {kind} is no whole number of blocks of {block}: "
-                "expected a smaller --tp-size, or a checkpoint that is not quantised"
+                f"{_INSTEAD}, or a checkpoint that is not quantised"
             )
         first, last = (data.shape[1] * at // columns for at in (start, start + size))  # bytes
         return BlockRows(kind, data[:, first:last].contiguous(), size)
@@ -65,7 +68,7 @@ class Cut(NamedTuple):
         if start % MX_BLOCK or size % MX_BLOCK:
             raise CheckpointError(
                 f"{name}: a share of {size} of its {whole} columns in MXFP4 is no whole number of blocks of "
-                f"{MX_BLOCK}: expected a smaller --tp-size"
+                f"{MX_BLOCK}: {_INSTEAD}"
             )
         codes, exponents = value.codes, value.exponents
         first = start // MX_BLOCK
