@@ -9,7 +9,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from fake_engine import CONTEXT, EOS, FakeEngine, local
 from scripted import ScriptedEngine
 
@@ -42,6 +44,9 @@ def test_all_forms_of_prompts(llm: LLM, engine: FakeEngine) -> None:
         ([ids, ids[:1]], ["abc", "a"]),
         (["dé", ids, "abc"], ["dé", "abc", "abc"]),
         ([], []),
+        (np.array(ids), ["abc"]),
+        (torch.tensor([ids, ids]), ["abc", "abc"]),
+        ([np.array(ids), "dé", tuple(ids)], ["abc", "dé", "abc"]),
     ):
         assert texts(llm.generate(prompts)) == expected  # type: ignore[arg-type]
 
@@ -150,7 +155,13 @@ def test_greedy_has_no_penalty_of_the_model() -> None:
     assert found == [(0.6, 1.2), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0), (0.0, 1.1)]
 
 
-@pytest.mark.parametrize("prompts", [5, None, [None], [["a"]], ["a", ""], [[]], "\ud800", [True], ["a", 1], [1, "a"]])
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        5, None, [None], [["a"]], ["a", ""], [[]], "\ud800", [True], ["a", 1], [1, "a"], b"abc", [b"abc", "a"],
+        bytearray(b"a"), [[b"a"]], np.array([0.5]), np.zeros((1, 1, 1), int), torch.tensor(1),
+    ],
+)  # fmt: skip
 def test_bad_prompts(llm: LLM, engine: FakeEngine, prompts: Any) -> None:
     with pytest.raises(RequestError):
         llm.generate(prompts)
@@ -240,9 +251,11 @@ def test_a_closed_stream_is_aborted(llm: LLM, engine: FakeEngine) -> None:
     pieces.close()
     assert engine.idle() and engine.aborted == [engine.requests[0].uid]
     assert [llm.generate("x")[0].text for piece in llm.stream("abc") if piece.completion] == ["x"]
+    ids = np.array(engine.tokenizer.encode("abc"))
+    assert "".join(piece.text for piece in llm.stream(ids, {"temperature": np.float32(0)})) == "abc"  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("prompt", [5, [], "", ["a"], [[1]], [[{"role": "user", "content": "a"}]], [5, "a"]])
+@pytest.mark.parametrize("prompt", [5, [], "", b"a", ["a"], [[1]], [[{"role": "user", "content": "a"}]], [5, "a"]])
 def test_bad_prompts_of_streams(llm: LLM, engine: FakeEngine, prompt: Any) -> None:
     with pytest.raises(RequestError):
         llm.stream(prompt)

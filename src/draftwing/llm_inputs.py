@@ -15,6 +15,7 @@ from draftwing.images.fetch import Fetcher
 from draftwing.images.given import picture_of
 from draftwing.images.parts import content_of, pictures_of, shown
 from draftwing.images.reader import Picture, Prompt, filled, placed
+from draftwing.plain import plain
 from draftwing.requests.images import RequestImage
 from draftwing.requests.refusals import check_text, no_text, show
 from draftwing.requests.request import GenerationRequest, logprob_params
@@ -94,6 +95,7 @@ class Inputs:
 
     def token_ids(self, prompts: Any) -> list[list[int]]:
         """Returns the ids of one text or list of token ids, or of several."""
+        prompts = plain(prompts)
         items: Sequence[Any] = [prompts] if _single(prompts) else prompts
         texts = [check_text(item, f"prompts[{i}]") for i, item in enumerate(items) if isinstance(item, str)]
         encoded = iter(encode_all(self._tokenizer, texts))
@@ -199,7 +201,7 @@ class Inputs:
         """Returns the request of a text, of token ids or of one conversation, for one answer."""
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             requests = self.of_chats(prompt, params, request_options, chat_template_kwargs)
-        elif _single(prompt):
+        elif _single(plain(prompt)):
             requests = self.of_prompts(prompt, params, request_options)
         else:
             raise RequestError(f"expected one prompt or one conversation; found {show(prompt)}", "prompt")
@@ -221,7 +223,7 @@ class Inputs:
         if named is not None and params is not None:
             raise RequestError("sampling_params and params are one argument; give one of them", "sampling_params")
         params = named if params is None else params
-        like = _request_of(self._tokenizer, request_options, self._info.hidden_size)
+        like = _request_of(self._tokenizer, plain(request_options), self._info.hidden_size)
         context, adapters = self._info.context_length, _adapters(request_options.get("adapter"), len(prompts))
         each = zip(prompts, self._spread(params, len(prompts)), adapters, strict=True)
         asked = [
@@ -248,18 +250,21 @@ class Inputs:
     def _checked(self, params: Params | None) -> tuple[SamplingParams, bool]:
         """Fields that were not set, in an object or a mapping, are the model's defaults."""
         if params is None or isinstance(params, Mapping):
-            params = SamplingParams.read(params or {})
+            params = SamplingParams.read(plain(params or {}))
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams or a dict of its fields; found {show(params)}", "params")
         given = {name: getattr(params, name) for name in params.model_fields_set}
         return params.replace(**unset(given, self._info.sampling)), "max_new_tokens" in given
 
 
+_BYTES = bytes | bytearray | memoryview  # lists of numbers, too, and none of tokens
+
+
 def _single(prompts: Any) -> bool:
     """Returns whether `prompts` is one prompt: a string or a list of token ids."""
     if isinstance(prompts, str):
         return True
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
         raise RequestError(
             f"prompts must be a string, token ids, or a list of either; found {show(prompts)}", "prompts"
         )
@@ -269,8 +274,10 @@ def _single(prompts: Any) -> bool:
 def _ids(prompt: Any, index: int) -> list[int]:
     """Returns the ids of a prompt, checked."""
     name = f"prompts[{index}]"
-    if not isinstance(prompt, Sequence) or not all(
-        issubclass(kind, Integral) and kind is not bool for kind in set(map(type, prompt))
+    if (
+        not isinstance(prompt, Sequence)
+        or isinstance(prompt, _BYTES)
+        or not all(issubclass(kind, Integral) and kind is not bool for kind in set(map(type, prompt)))
     ):
         raise RequestError(f"{name} must be a string or a list of token ids; found {show(prompt)}", name)
     if not prompt:

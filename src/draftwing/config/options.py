@@ -37,6 +37,7 @@ from draftwing.config.option_fields import DTYPE_SPELLINGS, HARMONY_PARSERS, OF_
 from draftwing.config.trees import PLAIN, TREE, Given, TreeShape, grown_shape, matched_shape
 from draftwing.errors import ConfigError
 from draftwing.machine import numbered
+from draftwing.plain import plain
 
 logger = logging.getLogger(__name__)
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
@@ -73,6 +74,7 @@ class Options(OptionFields):
                 raise ConfigError(f"unknown option {key!r}" + (f"; {said}" if said else ""))
             if name in values:
                 raise ConfigError(f"option {name!r} is given twice (once as {key!r})")
+            value = plain(value)
             values[name] = from_python(found[name], DTYPE_SPELLINGS.get(value, value) if name == "dtype" else value)
             if key != name:  # `resolve` would say the field's own name
                 check_field(cls.__dataclass_fields__[name], found[name], values[name], key)

@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from draftwing.plain import plain
 from draftwing.requests.grammar_field import (
     GRAMMARS,
     Grammar,
@@ -226,7 +227,7 @@ class SamplingParams(BaseModel):
     logits_processor: InstanceOf[LogitsProcessorSpec] | None = None
 
     def __init__(self, /, **fields: Any) -> None:
-        self._read(fields, Names({}, ""), {})
+        self._read(plain(fields), Names({}, ""), {})
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
