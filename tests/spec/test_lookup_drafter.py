@@ -16,6 +16,7 @@ from draftwing.errors import ConfigError
 from draftwing.ops import make_ops
 from draftwing.ops.attention.batch import Batch, ChunkSpan
 from draftwing.ops.ngram.spec import OWN, STEADY
+from draftwing.ops.suffix.spec import LENGTHS
 from draftwing.ops.table import TorchOps
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.drafter import DraftStep, PastText, SeenTokens
@@ -172,24 +173,25 @@ def test_a_row_begins_anew_at_the_end_of_a_prompt(
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("algorithm", "options"),
     [
-        (NGramDrafter, {"min_window": 0}),
-        (NGramDrafter, {"min_window": 5, "max_window": 4}),
-        (NGramDrafter, {"max_window": 200}),
-        (NGramDrafter, {"min_breadth": 3, "max_breadth": 2}),
-        (NGramDrafter, {"branch_length": 0}),
-        (NGramDrafter, {"capacity": 0}),
-        (SuffixDrafter, {"max_context": 0}),
-        (SuffixDrafter, {"max_context": 33}),
-        (SuffixDrafter, {"min_prob": 0.0}),
-        (SuffixDrafter, {"capacity": 0}),
+        ("ngram", {"min_match_window_size": 0}),
+        ("ngram", {"min_match_window_size": 5, "max_match_window_size": 4}),
+        ("ngram", {"max_match_window_size": 200}),
+        ("ngram", {"min_bfs_breadth": 3, "max_bfs_breadth": 2}),
+        ("ngram", {"branch_length": 0}),
+        ("ngram", {"capacity": 0}),
+        ("suffix", {"max_depth": 0}),
+        ("suffix", {"max_depth": LENGTHS[-1] + 1}),
+        ("suffix", {"min_prob": 0.0}),
+        ("suffix", {"capacity": 0}),
     ],
     ids=str,
 )
-def test_options_that_cannot_work_are_refused(kind: type[LookupDrafter], options: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="expected"):
-        kind(2, TorchOps(torch.device("cpu")), **options)  # type: ignore[arg-type]
+def test_options_that_cannot_work_are_refused(algorithm: str, options: dict[str, float]) -> None:
+    named = {f"speculative_{algorithm}_{name}": value for name, value in options.items()}
+    with pytest.raises(ConfigError, match="must be at "):
+        Options.from_kwargs(speculative_algorithm=algorithm, **named).resolve()
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ def ngram(context: DraftContext) -> NGramDrafter:
     options = context.options
     _check_vocabulary(context, 2**22 - 2)
     return NGramDrafter(
+        context.rows,
+        context.ops,
         min_window=options.speculative_ngram_min_match_window_size,
         max_window=options.speculative_ngram_max_match_window_size,
         min_breadth=options.speculative_ngram_min_bfs_breadth,
@@ -52,8 +54,6 @@ def ngram(context: DraftContext) -> NGramDrafter:
         branch_length=options.speculative_ngram_branch_length,
         capacity=options.speculative_ngram_capacity,
         image_token=context.target.config.image_token,
-        rows=context.rows,
-        ops=context.ops,
     )
 
 
@@ -62,9 +62,9 @@ def suffix(context: DraftContext) -> SuffixDrafter:
     options = context.options
     _check_vocabulary(context, 2**22)
     return SuffixDrafter(
-        rows=context.rows,
-        ops=context.ops,
-        shape=context.shape,
+        context.rows,
+        context.ops,
+        context.shape,
         max_context=options.speculative_suffix_max_depth,
         min_prob=options.speculative_suffix_min_prob,
         capacity=options.speculative_suffix_capacity,

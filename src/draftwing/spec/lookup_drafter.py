@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from draftwing.config.drafters import SUFFIXES
-from draftwing.config.trees import MAX_CONFIDENCE, TreeShape
-from draftwing.errors import ConfigError
+from draftwing.config.trees import TreeShape
 from draftwing.ops.ngram.spec import NGramIndex
-from draftwing.ops.suffix.spec import LENGTHS, SuffixIndex
+from draftwing.ops.suffix.spec import SuffixIndex
 from draftwing.ops.table import TorchOps
 from draftwing.ops.types import Draft, RowTensors
 from draftwing.spec.drafter import Drafter, DraftStep, PastText, SeenTokens
@@ -60,31 +60,9 @@ class NGramDrafter(LookupDrafter):
 
     index: NGramIndex
 
-    def __init__(
-        self,
-        rows: int,
-        ops: TorchOps,
-        min_window: int = 1,
-        max_window: int = 12,
-        min_breadth: int = 1,
-        max_breadth: int = 10,
-        branch_length: int = 18,
-        capacity: int = 10_000_000,
-        image_token: int = -1,
-    ) -> None:
-        """Takes what `NGramIndex` does. Raises ConfigError for numbers that cannot be."""
-        if not 1 <= min_window <= max_window <= MAX_CONFIDENCE:
-            found = f"{min_window} and {max_window}"
-            raise ConfigError(f"n-gram match windows: expected 1 <= min <= max <= {MAX_CONFIDENCE}, found {found}")
-        if not 1 <= min_breadth <= max_breadth:
-            raise ConfigError(f"n-gram breadths: expected 1 <= min <= max, found {min_breadth} and {max_breadth}")
-        if branch_length < 1 or capacity < 1:
-            raise ConfigError(f"n-gram branch length and capacity: expected >= 1, found {branch_length}, {capacity}")
-        index = ops.ngram_index(
-            rows, ops.device, min_window, max_window, min_breadth, max_breadth, branch_length, capacity,
-            image_token,
-        )  # fmt: skip
-        super().__init__(index, ops)
+    def __init__(self, rows: int, ops: TorchOps, **numbers: int) -> None:
+        """rows: R + 1, the rows of the row table with its dummy.  numbers: what `NGramIndex` takes."""
+        super().__init__(ops.ngram_index(rows, ops.device, **numbers), ops)
 
     def extend(self, seen: SeenTokens) -> None:
         """Takes what was decoded: the count[b] newest tokens of each row enter the memory. The end of a prefill: the
@@ -101,30 +79,10 @@ class SuffixDrafter(LookupDrafter):
 
     index: SuffixIndex
 
-    def __init__(
-        self,
-        rows: int,
-        ops: TorchOps,
-        shape: TreeShape = SUFFIXES,
-        max_context: int = 24,
-        min_prob: float = 0.005,
-        capacity: int = 1_000_000,
-        secret: int | None = None,
-        image_token: int = -1,
-    ) -> None:
-        """rows: R + 1, the rows of the row table with its dummy. shape: the largest tree that will be asked for.
-        max_context: tokens of the longest context; min_prob: of a node's path, or it is not proposed; capacity: tokens
-        that the trie remembers; secret, image_token: as of `SuffixIndex`, the secret the same on all ranks."""
-        if not 1 <= max_context <= LENGTHS[-1]:
-            raise ConfigError(f"suffix contexts: expected 1 to {LENGTHS[-1]} tokens, found {max_context}")
-        if not 0 < min_prob <= 1:
-            raise ConfigError(f"suffix probability: expected above 0 and at most 1, found {min_prob:g}")
-        if capacity < 1:
-            raise ConfigError(f"suffix capacity: expected >= 1, found {capacity}")
-        index = ops.suffix_index(
-            rows, ops.device, shape.depth, shape.nodes, max_context, min_prob, capacity, secret, image_token
-        )
-        super().__init__(index, ops)
+    def __init__(self, rows: int, ops: TorchOps, shape: TreeShape = SUFFIXES, **numbers: Any) -> None:
+        """rows: R + 1, the rows of the row table with its dummy.  shape: the largest tree that will be asked for.
+        numbers: what else `SuffixIndex` takes, the secret the same on all ranks."""
+        super().__init__(ops.suffix_index(rows, ops.device, shape.depth, shape.nodes, **numbers), ops)
 
     def extend(self, seen: SeenTokens) -> None:
         """Takes what was decoded: the trie learns the count[b] newest tokens of each row. The end of a prefill: all
