@@ -41,7 +41,6 @@ MAY_ASK = {
 
 # Who else than `models.families` may name one, and why.
 MAY_NAME = {
-    "config.aliases": "the library of models",
     "config.drafters": "trees that people know of SGLang, which has others for this architecture",
     "config.option_fields": "values of options, as other servers have them",
     "config.options": "which of these trees",

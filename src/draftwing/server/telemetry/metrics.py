@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fastapi import FastAPI
@@ -38,101 +39,6 @@ _BUCKETS = {
 }
 REASONS = ("stop", "length", "abort", "error")
 BLOCK = 16  # tokens in which a router that is told the size of the pool counts prefixes; the pool itself has none
-
-
-# Rows of `name{labels} key: help`, see `Series`.
-_TABLE = """\
-sglang:num_running_reqs running: running requests
-sglang:num_queue_reqs waiting: waiting requests
-sglang:num_used_tokens used: tokens in the KV cache that running requests hold
-sglang:max_total_num_tokens capacity: capacity of the KV cache in tokens
-sglang:token_usage usage: share of the KV cache that running requests hold
-sglang:gen_throughput gen_throughput: tokens per second over the last 40 decode steps; 0 when nothing runs
-sglang:cache_hit_rate cache_hit_rate: share of the last prefill's prompt tokens that was cached
-sglang:prompt_tokens_total -: prompt tokens of requests that have ended
-sglang:generation_tokens_total -: generated tokens of requests that have ended
-sglang:num_requests_total -: requests that have ended, without aborted ones
-sglang:num_so_requests_total -: requests with a grammar that have ended, without aborted ones
-sglang:num_aborted_requests_total -: requests that were aborted
-sglang:num_retracted_requests_total retractions: preemptions: a running request went back to the queue, for lack of \
-KV cache or to give another client a request slot
-sglang:time_to_first_token_seconds -: from the request's arrival to its first token
-sglang:inter_token_latency_seconds -: between tokens, the time of a step spread over its tokens
-sglang:e2e_request_latency_seconds -: from the request's arrival to its last token
-sglang:spec_accept_length accept_length: acceptance length over the last 40 decode steps; 0 without speculation
-sglang:spec_accept_rate accept_rate: acceptance rate over the last 40 decode steps; all branches count
-sglang:spec_verify_calls_total -: verify steps of requests that have ended
-vllm:num_requests_running running: running requests
-vllm:num_requests_waiting waiting: waiting requests
-vllm:kv_cache_usage_perc usage: share of the KV cache that running requests hold; 1 is all of it
-vllm:cache_config_info{block_size,num_gpu_blocks} cache_config: 1; its labels are the size of the KV cache in \
-blocks, for routers
-vllm:num_preemptions_total retractions: preemptions: a running request went back to the queue, for lack of \
-KV cache or to give another client a request slot
-vllm:prefix_cache_queries_total queried_tokens: prompt tokens looked up in the prefix cache
-vllm:prefix_cache_hits_total hit_tokens: prompt tokens found in the prefix cache
-vllm:prompt_tokens_total -: prompt tokens, when the first token comes
-vllm:generation_tokens_total -: generated tokens, as they come
-vllm:request_success_total{finished_reason} -: requests that have ended, by reason
-vllm:time_to_first_token_seconds -: from the request's arrival to its first token
-vllm:inter_token_latency_seconds -: between two steps that gave tokens, however many
-vllm:e2e_request_latency_seconds -: from the request's arrival to its last token
-vllm:spec_decode_num_drafts_total drafts: drafts: one per request and step with any proposed token
-vllm:spec_decode_num_draft_tokens_total proposed: proposed tokens: all live nodes of the trees
-vllm:spec_decode_num_accepted_tokens_total accepted: accepted drafts
-vllm:spec_decode_num_accepted_tokens_per_pos_total{position} accepted_at: accepted drafts by depth, from 0
-draftwing:engine_up engine_up: 1 while the engine process is alive
-draftwing:engine_stats_age_seconds age: age of the engine's statistics; grows while the engine is too busy to answer
-draftwing:http_responses_total{status} -: responses by status; 499: the client disconnected
-draftwing:constrained_requests_total{kind} -: admitted requests with a grammar, by its kind
-draftwing:aborts_total -: requests that were aborted, by client or server
-draftwing:retractions_total retractions: preemptions: a running request went back to the queue, for lack of \
-KV cache or to give another client a request slot
-draftwing:snapshots snapshots: states of recurrent layers that the prefix cache keeps
-draftwing:snapshot_bytes snapshot_bytes: bytes of these
-draftwing:snapshot_hits_total snapshot_hits: requests that began with one, those that were preempted included
-draftwing:snapshot_evictions_total snapshot_evictions: snapshots that made room for others
-draftwing:host_cache_bytes host_cache_bytes: bytes of cached prefixes in host memory (`--hicache-size`)
-draftwing:host_cache_tokens_total host_cache_tokens: prompt tokens that came from there
-draftwing:adapters adapters: adapters (LoRA) that requests may have; where some are served, as the next two
-draftwing:adapters_on_device adapters_on_device: adapters in slots of the device; several as one are one of them
-draftwing:adapter_loads_total adapter_loads: copies of adapters into slots; many where more are in use than have one
-draftwing:stale_rows_total stale_rows: results of steps whose request had already ended
-draftwing:spec_drafts_total{drafter} drafts_by: drafts: one per request and step with any proposed token
-draftwing:spec_proposed_tokens_total{drafter} proposed_by: proposed tokens: all live nodes of the trees; \
-tokens that both parts of a pair proposed count for both
-draftwing:spec_accepted_tokens_total{drafter} accepted_by: accepted drafts
-draftwing:spec_proposed_tokens_per_pos_total{drafter,position} proposed_at_by: proposed tokens by depth, from 0
-draftwing:spec_accepted_tokens_per_pos_total{drafter,position} accepted_at_by: accepted drafts by depth, from 0
-draftwing:output_verifications_total{from} output_steps: verifications by where in the answer they are: from the token \
-of this number to that of the next label
-draftwing:output_accepted_tokens_total{from} output_accepted: drafts that these accepted
-draftwing:verified_rows_total verified_rows: verifications: one per request and decode step
-draftwing:committed_tokens_total committed_tokens: tokens committed by decode steps, those past the end of \
-an answer included
-draftwing:prefill_tokens_total prefilled_tokens: prompt tokens that were computed
-draftwing:steps_total{kind} steps: steps: prefill, plain (one token per request), with drafts
-draftwing:step_seconds_total{kind} step_seconds: seconds of steps, launch to result
-draftwing:host_seconds_total host_seconds: seconds between a result and the next launch, while there was work
-draftwing:stage_seconds_total{stage} stage_seconds: seconds of the stages of those steps that were measured
-draftwing:staged_steps_total staged_steps: steps whose stages were measured
-draftwing:graph_replays_total graph_replays: replays of CUDA graphs, or of recorded stages on a CPU
-draftwing:timed_decode_seconds_total timed_seconds: seconds of decode steps at batch sizes with timed \
-plain steps
-draftwing:equivalent_plain_seconds_total plain_seconds: seconds that plain steps would have taken for the same tokens
-draftwing:draft_head{head} draft_head: 1; its label is the number of the head that drafts, 0 for the command line's; \
-with --learn alone
-draftwing:draft_head_swaps_total head_swaps: draft heads that were swapped in; with --learn alone
-draftwing:client_accept_length{client} client_length: acceptance length since the last swap, in the newest 400 \
-requests, by the name of the key, where metrics need a key; with --learn alone
-draftwing:training training: 1 while a draft head is trained, else 0; with --learn alone
-draftwing:checked_answers_total checked_answers: answers that were replayed without drafts; with \
---replay-interval alone
-draftwing:different_answers_total different_answers: of these, answers whose replay differs
-draftwing:drafts_suspended drafts_suspended: 1 while nothing is drafted that takes longer, because prompts wait at \
-every step; else 0
-draftwing:estimated_speedup speedup: equivalent plain seconds per timed one, over the last 40 decode steps; \
-absent without any"""
 
 
 class Series(NamedTuple):
@@ -164,7 +70,8 @@ def _series(row: str) -> Series:
     return Series(name, tuple(filter(None, labels.split(","))), key, help)
 
 
-SERIES = tuple(map(_series, _TABLE.splitlines()))
+# Rows of `name{labels} key: help`, see `Series`.
+SERIES = tuple(map(_series, (Path(__file__).parent / "series.txt").read_text(encoding="utf8").splitlines()))
 
 
 class Histogram(Collector):
