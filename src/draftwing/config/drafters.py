@@ -122,6 +122,20 @@ class DrafterSpec:
         return getattr(importlib.import_module(module), function)(context)
 
 
+def _block_drafter(name: str, tree: TreeShape, title: str, loss: str) -> DrafterSpec:
+    """Returns that of heads that write a block, which load each other's kinds, too."""
+    kinds = ("dflash", "dspark", "dflash2")
+    return DrafterSpec(
+        name,
+        "draftwing.spec.build:draft_head",
+        draft_model="required",
+        options=(LM_HEAD, WINDOW),
+        tree=tree,
+        heads=(name.lower(), *(kind for kind in kinds if kind != name.lower())),
+        training=Training(name, title, {"kind": loss}, aux_hidden_states=True, block=7),
+    )
+
+
 DRAFTERS = (
     DrafterSpec("none"),
     DrafterSpec(
@@ -170,33 +184,9 @@ DRAFTERS = (
         heads=("eagle3",),
         training=Training("EAGLE3", "EAGLE-3 head", {}, aux_hidden_states=True),
     ),
-    DrafterSpec(
-        "DFLASH",
-        "draftwing.spec.build:draft_head",
-        draft_model="required",
-        options=(LM_HEAD, WINDOW),
-        tree=BLOCK,
-        heads=("dflash", "dspark", "dflash2"),
-        training=Training("DFLASH", "DFlash head", {"kind": "kl"}, aux_hidden_states=True, block=7),
-    ),
-    DrafterSpec(
-        "DSPARK",
-        "draftwing.spec.build:draft_head",
-        draft_model="required",
-        options=(LM_HEAD, WINDOW),
-        tree=BRANCHED_BLOCK,
-        heads=("dspark", "dflash", "dflash2"),
-        training=Training("DSPARK", "DSpark head", {"kind": "tv"}, aux_hidden_states=True, block=7),
-    ),
-    DrafterSpec(
-        "DFLASH2",
-        "draftwing.spec.build:draft_head",
-        draft_model="required",
-        options=(LM_HEAD, WINDOW),
-        tree=BRANCHED_BLOCK,
-        heads=("dflash2", "dflash", "dspark"),
-        training=Training("DFLASH2", "DFlash2 head", {"kind": "kl"}, aux_hidden_states=True, block=7),
-    ),
+    _block_drafter("DFLASH", BLOCK, "DFlash head", "kl"),
+    _block_drafter("DSPARK", BRANCHED_BLOCK, "DSpark head", "tv"),
+    _block_drafter("DFLASH2", BRANCHED_BLOCK, "DFlash2 head", "kl"),
     DrafterSpec(
         "NEXTN",
         "draftwing.spec.build:draft_head",

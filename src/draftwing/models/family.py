@@ -292,7 +292,12 @@ def layers_like(
     return tuple(replace(one, experts=None) if i in dense else one for i, one in enumerate(made))
 
 
-ATTENTION = "full_attention"  # in `layer_types`
+def without_window(fields: Fields, windows: Sequence[int]) -> Collection[int]:
+    """Returns which layers have no window, as `Family.nope`."""
+    return {i for i, window in enumerate(windows) if not window}
+
+
+ATTENTION, RECURRENT = "full_attention", "linear_attention"  # in `layer_types`
 MOST_TAPS = 64  # of a layer's convolution: published ones have 3 or 4
 
 

@@ -3,11 +3,10 @@ without a window turn nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import Any
 
 from draftwing.models.families.deepseek import IN_GGUF, dense_layers, experts
-from draftwing.models.family import ExpertNames, Family, InGGUF, unscaled
+from draftwing.models.family import ExpertNames, Family, InGGUF, unscaled, without_window
 from draftwing.models.fields import WIDEST, Fields
 
 # What is called otherwise in other configs.
@@ -36,10 +35,6 @@ def _metadata(fields: Fields) -> Fields:
     return fields.overruled({"embedding_scale": fields.whole("embedding_length", high=WIDEST) ** 0.5})
 
 
-def _nope(fields: Fields, windows: Sequence[int]) -> Collection[int]:
-    return {i for i, window in enumerate(windows) if not window}
-
-
 FAMILIES = {
     "AfmoeForCausalLM": Family(
         "afmoe",
@@ -53,7 +48,7 @@ FAMILIES = {
         multipliers=True,
         sliding_window=1024,
         window_pattern=4,
-        nope=_nope,
+        nope=without_window,
         keys=_keys,
         experts=experts,
         dense_layers=dense_layers,

@@ -21,10 +21,9 @@ from draftwing.models.families.deepseek import (
     turned,
 )
 from draftwing.models.families.kimi_linear import NAMES, NAMES_IN_GGUF, nets_in_gguf
-from draftwing.models.family import ATTENTION, MOST_TAPS, ExpertNames, Family, InGGUF, layers_by_kind
+from draftwing.models.family import ATTENTION, MOST_TAPS, RECURRENT, ExpertNames, Family, InGGUF, layers_by_kind
 from draftwing.models.fields import WIDEST, Fields
 
-_DELTA = "linear_attention"
 _USUAL = {
     "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 2, "n_shared_experts": 1,
 }  # fmt: skip
@@ -59,9 +58,9 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
         floor=floor if fields.flag("kda_safe_gate", True) else 0.0,
     )
     every = fields.whole("layer_group_size", default=6)
-    kinds = [_DELTA if (i + 1) % every else ATTENTION for i in range(count)]
+    kinds = [RECURRENT if (i + 1) % every else ATTENTION for i in range(count)]
     latent = replace(latent_attention(fields), gated=True)
-    return layers_by_kind(fields, layer, kinds, {ATTENTION: latent, _DELTA: delta})
+    return layers_by_kind(fields, layer, kinds, {ATTENTION: latent, RECURRENT: delta})
 
 
 # ---- GGUF files ------------------------------------------------------------------------------------------------------

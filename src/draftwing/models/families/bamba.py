@@ -6,10 +6,9 @@ from typing import Any
 
 from draftwing.layers.config import LayerConfig
 from draftwing.models.families.granite_hybrid import IN_GGUF, mamba2, nets_in_gguf
-from draftwing.models.family import ATTENTION, Family, InGGUF, layers_by_kind
+from draftwing.models.family import ATTENTION, RECURRENT, Family, InGGUF, layers_by_kind
 from draftwing.models.fields import WIDEST, Fields
 
-_MAMBA = "linear_attention"
 _ROTARY = 0.5  # which transformers takes, whatever a config says
 
 
@@ -23,8 +22,10 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
     attends = fields.get("attn_layer_indices") or []
     if not isinstance(attends, list) or not all(type(one) is int for one in attends):
         raise fields.unlike("attn_layer_indices", "a list of layer numbers")
-    kinds = [ATTENTION if i in attends else _MAMBA for i in range(count)]
-    return layers_by_kind(fields.overruled({"layer_types": None}), layer, kinds, {ATTENTION: layer.mixer, _MAMBA: net})
+    kinds = [ATTENTION if i in attends else RECURRENT for i in range(count)]
+    return layers_by_kind(
+        fields.overruled({"layer_types": None}), layer, kinds, {ATTENTION: layer.mixer, RECURRENT: net}
+    )
 
 
 FAMILIES = {

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import Any
 
-from draftwing.models.family import Family, InGGUF, Whole, unscaled
+from draftwing.models.family import Family, InGGUF, Whole, unscaled, without_window
 from draftwing.models.fields import Fields
 
 _SCALE = "logit_scale"  # which others divide by
@@ -17,10 +16,6 @@ def _keys(fields: Fields) -> dict[str, Any]:
 
 def _metadata(fields: Fields) -> Fields:
     return fields.overruled({_SCALE: 1 / fields.number(_SCALE, 1e-3, 1e3, 1.0)})
-
-
-def _nope(fields: Fields, windows: Sequence[int]) -> Collection[int]:
-    return {i for i, window in enumerate(windows) if not window}
 
 
 _COHERE: dict[str, Any] = {
@@ -38,7 +33,7 @@ FAMILIES = {
         **_COHERE,
         sliding_window=4096,
         window_pattern=4,
-        nope=_nope,
+        nope=without_window,
         wholes={
             "AyaVisionForConditionalGeneration": Whole("aya_vision", {}, "cohere2"),
             "Cohere2VisionForConditionalGeneration": Whole("cohere2_vision", {}),

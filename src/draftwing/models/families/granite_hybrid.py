@@ -16,6 +16,7 @@ from draftwing.layers.mamba import Mamba2Config
 from draftwing.models.family import (
     ATTENTION,
     MOST_TAPS,
+    RECURRENT,
     ExpertMetadata,
     ExpertNames,
     Family,
@@ -31,8 +32,7 @@ from draftwing.ops.gemm.stored import MXRows, QuantizedRows
 from draftwing.parallel.cut import Cut, Stored
 from draftwing.parallel.ranks import Share
 
-_MAMBA = "linear_attention"
-_KINDS = {"attention": ATTENTION, "mamba": _MAMBA}  # what older files call them
+_KINDS = {"attention": ATTENTION, "mamba": RECURRENT}  # what older files call them
 _EXPERTS = 8  # `num_local_experts` when a file has none
 _JOINED = re.compile(r"(.*)\.(shared_mlp|block_sparse_moe)\.(input|output)_linear\.(\w+)")
 
@@ -72,7 +72,7 @@ def check_steps(fields: Fields) -> None:
 
 def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     net = mamba2(fields, fields.whole("mamba_expand", high=WIDEST, default=2) * layer.hidden)
-    return layers_by_kind(fields, layer, [_MAMBA] * count, {ATTENTION: layer.mixer, _MAMBA: net})
+    return layers_by_kind(fields, layer, [RECURRENT] * count, {ATTENTION: layer.mixer, RECURRENT: net})
 
 
 def _keys(fields: Fields) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from draftwing.models.families.granite_hybrid import IN_GGUF, has_conv_bias
 from draftwing.models.family import (
     ATTENTION,
     MOST_TAPS,
+    RECURRENT,
     ExpertMetadata,
     ExpertNames,
     Family,
@@ -23,8 +24,6 @@ from draftwing.models.family import (
     softmax_experts,
 )
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields
-
-_MAMBA = "linear_attention"
 
 
 def _every(fields: Fields, layers: int, what: str, period: int, offset: int) -> list[bool]:
@@ -45,8 +44,10 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
         fields.whole("mamba_d_conv", high=MOST_TAPS, default=4),
         fields.flag("mamba_conv_bias", True),
     )
-    kinds = [ATTENTION if attends else _MAMBA for attends in _every(fields, count, "attn", 8, 4)]
-    return layers_by_kind(fields.overruled({"layer_types": None}), layer, kinds, {ATTENTION: layer.mixer, _MAMBA: net})
+    kinds = [ATTENTION if attends else RECURRENT for attends in _every(fields, count, "attn", 8, 4)]
+    return layers_by_kind(
+        fields.overruled({"layer_types": None}), layer, kinds, {ATTENTION: layer.mixer, RECURRENT: net}
+    )
 
 
 def _experts(fields: Fields, layers: int) -> ExpertConfig | None:

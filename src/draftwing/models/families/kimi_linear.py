@@ -26,6 +26,7 @@ from draftwing.models.families.deepseek import (
 from draftwing.models.family import (
     ATTENTION,
     MOST_TAPS,
+    RECURRENT,
     ExpertNames,
     Family,
     InGGUF,
@@ -36,7 +37,6 @@ from draftwing.models.family import (
 from draftwing.models.fields import WIDEST, Fields
 from draftwing.parallel.cut import Stored
 
-_DELTA = "linear_attention"
 _NET = "linear_attn_config"
 # Our names of keys, and theirs.
 NAMES = {
@@ -65,9 +65,9 @@ def _keys(fields: Fields) -> dict[str, Any]:
 def _kinds(fields: Fields, net: Fields, count: int) -> list[str]:
     """Returns what each layer is. net: of delta nets, in whose lists of layers the first is 1."""
     if not (net.has("full_attn_layers") and net.has("kda_layers")):
-        return [ATTENTION if i and i % 4 == 0 else _DELTA for i in range(count)]
-    named = {ATTENTION: net.get("full_attn_layers"), _DELTA: net.get("kda_layers")}
-    for key, layers in (("full_attn_layers", named[ATTENTION]), ("kda_layers", named[_DELTA])):
+        return [ATTENTION if i and i % 4 == 0 else RECURRENT for i in range(count)]
+    named = {ATTENTION: net.get("full_attn_layers"), RECURRENT: net.get("kda_layers")}
+    for key, layers in (("full_attn_layers", named[ATTENTION]), ("kda_layers", named[RECURRENT])):
         if not isinstance(layers, list) or not all(type(one) is int for one in layers):
             raise net.unlike(key, "a list of numbers of layers")
     kinds = {layer: kind for kind, layers in named.items() for layer in layers}
@@ -100,7 +100,7 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
         of_net("head_dim", "linear_head_dim", WIDEST, 128),
         of_net("short_conv_kernel_size", "linear_conv_kernel_dim", MOST_TAPS, 4),
     )
-    return layers_by_kind(fields, layer, _kinds(fields, net, count), {ATTENTION: latent, _DELTA: delta})
+    return layers_by_kind(fields, layer, _kinds(fields, net, count), {ATTENTION: latent, RECURRENT: delta})
 
 
 def _apart(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:

@@ -15,12 +15,22 @@ from draftwing.layers.config import ExpertConfig, LayerConfig, NoMixer
 from draftwing.layers.mamba import Mamba2Config
 from draftwing.models.families import deepseek
 from draftwing.models.families.granite_hybrid import IN_GGUF, check_steps, has_conv_bias, mamba2_in_gguf
-from draftwing.models.family import MOST_TAPS, SIGMOID, UNSAID, ExpertMetadata, ExpertNames, Family, InGGUF
+from draftwing.models.family import (
+    ATTENTION,
+    MOST_TAPS,
+    RECURRENT,
+    SIGMOID,
+    UNSAID,
+    ExpertMetadata,
+    ExpertNames,
+    Family,
+    InGGUF,
+)
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, Values
 
-_MAMBA, _ATTENTION, _MLP, _MOE = "linear_attention", "full_attention", "mlp", "moe"
-_LETTERS = {"M": _MAMBA, "*": _ATTENTION, "-": _MLP, "E": _MOE}
-_KINDS = {"mamba": _MAMBA, "attention": _ATTENTION}  # what older files call them
+_MLP, _MOE = "mlp", "moe"
+_LETTERS = {"M": RECURRENT, "*": ATTENTION, "-": _MLP, "E": _MOE}
+_KINDS = {"mamba": RECURRENT, "attention": ATTENTION}  # what older files call them
 _HEAD_DIM = 128  # where a file has none
 
 
@@ -33,7 +43,7 @@ def _kinds(fields: Fields) -> list[str]:
     kinds = [_KINDS.get(kind, kind) for kind in named] if named else [_LETTERS[letter] for letter in pattern]
     for kind in set(kinds) - {*_LETTERS.values()}:
         raise fields.unsupported("layers_block_type", kind)
-    if not 0 < len(kinds) <= MAX_LAYERS or _ATTENTION not in kinds:
+    if not 0 < len(kinds) <= MAX_LAYERS or ATTENTION not in kinds:
         raise CheckpointError(f"{fields.where}: expected 1 to {MAX_LAYERS} layers, one with attention, found {kinds}")
     return kinds
 
@@ -55,8 +65,8 @@ def _of_kinds(layer: LayerConfig, net: Mamba2Config, kinds: Iterable[str]) -> tu
     """layer: with all parts."""
     mlp = replace(layer, mixer=NoMixer())
     of_kind = {
-        _MAMBA: replace(layer, mixer=net, ffn=0, experts=None),
-        _ATTENTION: replace(layer, ffn=0, experts=None),
+        RECURRENT: replace(layer, mixer=net, ffn=0, experts=None),
+        ATTENTION: replace(layer, ffn=0, experts=None),
         _MLP: replace(mlp, experts=None),
         _MOE: mlp,
     }
@@ -116,11 +126,11 @@ def _metadata(fields: Fields) -> Fields:
 
 def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     """Blocks are told by their tensors."""
-    parts = (("ssm_in", _MAMBA), ("attn_q", _ATTENTION), ("ffn_gate_inp", _MOE))
+    parts = (("ssm_in", RECURRENT), ("attn_q", ATTENTION), ("ffn_gate_inp", _MOE))
     kinds = [
         next((kind for part, kind in parts if f"blk.{i}.{part}.weight" in file.tensors), _MLP) for i in range(count)
     ]
-    if _ATTENTION not in kinds:
+    if ATTENTION not in kinds:
         raise CheckpointError(f"{file.path}: expected a layer with attention, found none")
     return _of_kinds(layer, mamba2_in_gguf(fields, conv_bias=has_conv_bias(file)), kinds)
 

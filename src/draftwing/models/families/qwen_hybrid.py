@@ -18,6 +18,7 @@ from draftwing.models.families.qwen_images import tower
 from draftwing.models.family import (
     ATTENTION,
     MOST_TAPS,
+    RECURRENT,
     ExpertMetadata,
     Family,
     InGGUF,
@@ -27,7 +28,6 @@ from draftwing.models.family import (
 )
 from draftwing.models.fields import WIDEST, Fields
 
-_DELTA = "linear_attention"
 _EVERY = 4  # `full_attention_interval` when a file has none
 
 
@@ -37,7 +37,7 @@ def hybrid_layers(fields: Fields, layer: LayerConfig, count: int, by_key_head: b
     if not fields.flag("attn_output_gate", True):
         raise fields.unsupported("attn_output_gate", False)
     every = fields.whole("full_attention_interval", default=_EVERY)
-    kinds = [_DELTA if (i + 1) % every else ATTENTION for i in range(count)]
+    kinds = [RECURRENT if (i + 1) % every else ATTENTION for i in range(count)]
     net = DeltaNetConfig(
         fields.whole("linear_num_key_heads", high=WIDEST, default=16),
         fields.whole("linear_num_value_heads", high=WIDEST, default=32),
@@ -46,7 +46,7 @@ def hybrid_layers(fields: Fields, layer: LayerConfig, count: int, by_key_head: b
         fields.whole("linear_conv_kernel_dim", high=MOST_TAPS, default=4),
         by_key_head=by_key_head,
     )
-    return layers_by_kind(fields, layer, kinds, {ATTENTION: layer.mixer, _DELTA: net})
+    return layers_by_kind(fields, layer, kinds, {ATTENTION: layer.mixer, RECURRENT: net})
 
 
 def _keys(fields: Fields) -> dict[str, Any]:

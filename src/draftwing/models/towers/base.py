@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from draftwing.images.processing import ImageProcessor
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice, WeightFormat
-from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.fields import Fields
 from draftwing.ops.attention.batch import Mutual
 from draftwing.ops.table import PLAIN, LayerOps
@@ -164,9 +163,3 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tenso
 def normed(size: int, eps: float, dtype: torch.dtype, device: torch.device) -> nn.LayerNorm:
     """Returns a LayerNorm with a bias."""
     return nn.LayerNorm(size, eps=eps, dtype=dtype, device=device)
-
-
-def format_of(weight_format: WeightFormat) -> WeightFormat:
-    """Returns the format of a tower's matrices beside a language model in this one: blocks as well, where there are
-    kernels for them; else 16 bits or more."""
-    return weight_format if weight_format.takes_blocks else DENSE

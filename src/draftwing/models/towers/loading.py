@@ -11,12 +11,12 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.layers.linear_ops.base import WeightFormat
-from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.layers.linear_ops.dense import DENSE, blocks_or_dense
 from draftwing.models.dummy import SEED
 from draftwing.models.folder import folder_tensors
 from draftwing.models.loader import allocate, fill_parameters
 from draftwing.models.towers import projector_file
-from draftwing.models.towers.base import Tower, TowerConfig, TowerModule, format_of
+from draftwing.models.towers.base import Tower, TowerConfig, TowerModule
 from draftwing.models.weight_map import canonical
 from draftwing.models.weight_map import stored_tensors as in_checkpoint
 from draftwing.ops.table import LayerOps
@@ -35,7 +35,7 @@ def load_tower(
 ) -> Tower:
     """Loads a tower, packed. tensors: by name of the module's parameters.  dtype: of features, and of weights that are
     not in blocks.  weight_format: of the language model's matrices.  dummy: random weights. Raises CheckpointError."""
-    module = config.build(dtype, torch.device("meta"), format_of(weight_format))
+    module = config.build(dtype, torch.device("meta"), blocks_or_dense(weight_format))
     try:
         given = _random(config.build(dtype, torch.device("meta"), DENSE), device) if dummy else tensors
         fill_parameters(module, dict(module.table()), given, device)
