@@ -39,7 +39,7 @@ def make_table(rows: int, kind: str) -> Table:
 def measure(rows: int, nodes: int, kind: str, spread: float) -> float:
     """Microseconds of one `draw`; the logits are read from memory where they are more than the cache holds."""
     from draftwing.ops import make_ops
-    from draftwing.ops.types import Rescoring, SamplingGroups
+    from draftwing.ops.types import Rescoring, SampleInputs, SamplingGroups
 
     torch.manual_seed(0)
     hidden = torch.randn(rows, nodes, HIDDEN, dtype=torch.bfloat16, device="cuda")
@@ -53,8 +53,10 @@ def measure(rows: int, nodes: int, kind: str, spread: float) -> float:
     ops, nobody = make_ops(torch.device("cuda")), SamplingGroups(order[:0], order[:0], order[:0])
     rescoring = Rescoring(hidden, weight, lambda states, ids: ops.exact_logits(states, weight, ids))
 
+    drawn = SampleInputs(order, logits, hidden, depth, depth, nodes, depth, depth.unsqueeze(2), depth)
+
     def once() -> None:
-        ops.draw(logits, depth, depth, nodes, table, order, nobody, filtered, rescoring)
+        ops.draw(drawn, table, nobody, filtered, rescoring)
 
     return replayed(once)
 

@@ -33,10 +33,10 @@ from draftwing.ops.gemm.stored import BlockRows
 from draftwing.ops.types import (
     Continuations,
     Draft,
-    DraftEdits,
     Edits,
     NoiseKey,
     Rescoring,
+    SampleInputs,
     SamplingGroups,
     SamplingRows,
 )
@@ -423,16 +423,17 @@ def edited_draws(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tens
     path = torch.tensor([[[0, 0, 0], [0, 1, 1], [0, 1, 2]]]).expand(rows, -1, -1)
     depth = torch.arange(nodes).expand(rows, -1)
     edits = Edits(
-        every, table.tokens, made.ints(0, 40, rows + 1), made.some([0.4, 1.0, 1.7], rows + 1, 3),
-        made.ints(0, vocab, rows + 1, 9), made.some([-3.0, 0.0, 2.5], rows + 1, 9),
-        made.some([0.0, 0.3, 2.0], rows + 1, 9), made.ints(0, 60, rows, nodes), path, depth + 1,
+        made.ints(0, 40, rows + 1), made.some([0.4, 1.0, 1.7], rows + 1, 3), made.ints(0, vocab, rows + 1, 9),
+        made.some([-3.0, 0.0, 2.5], rows + 1, 9), made.some([0.0, 0.3, 2.0], rows + 1, 9),
     )  # fmt: skip
+    tokens = made.ints(0, 60, rows, nodes)
     logits = made.floats(dtype, rows, nodes, vocab, scale=3.0)
     hidden, weight = made.floats(dtype, rows, nodes, 96), made.floats(dtype, vocab, 96)
     rescoring = Rescoring(hidden, weight, lambda x, ids: ops.exact_logits(x, weight, ids))
     asked, positions = SamplingGroups(NONE, NONE, NONE), table.kv_len[:rows, None] + depth
+    drawn = SampleInputs(every, logits, hidden, positions, depth, 2, tokens, path, depth + 1)
     for one in (None, rescoring):
-        yield ops.draw(logits, positions, depth, 2, table, every, asked, True, one, edits)
+        yield ops.draw(drawn, table, asked, True, one, edits)
 
 
 @case
@@ -452,8 +453,8 @@ def edited_drafts(ops: CpuOps, made: Inputs, logits: Tensor) -> Tensor:
 
     table, every = RowTable(4, 90, pick_device("cpu", ops=ops)), torch.arange(4)
     table.tokens[:], table.kv_len[:] = made.ints(0, 60, 5, 90), 80
-    edits = DraftEdits(
-        None, made.ints(0, 40, 5), made.some([0.4, 1.0, 1.7], 5, 3), made.ints(0, 60, 5, 9),
+    edits = Edits(
+        made.ints(0, 40, 5), made.some([0.4, 1.0, 1.7], 5, 3), made.ints(0, 60, 5, 9),
         made.some([-3.0, 0.0, 2.5], 5, 9), torch.arange(9.0).expand(5, -1).contiguous(),
     )  # fmt: skip
     logits = logits.clone()

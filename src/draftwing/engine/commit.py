@@ -17,7 +17,7 @@ from torch import Tensor
 from draftwing.core import TOKEN, Plan
 from draftwing.engine.devices.base import Download
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
-from draftwing.engine.request_features import Logprobs, RequestFeatures, SampleInputs
+from draftwing.engine.request_features import Logprobs, RequestFeatures
 from draftwing.engine.row_table import RowTable, Upload
 from draftwing.engine.step_state import Batches, DraftBatch, Pending, TreeStep, Verified
 from draftwing.errors import ConfigError
@@ -25,7 +25,18 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.ops.attention.batch import Batch
 from draftwing.ops.table import TorchOps
 from draftwing.ops.tree.spec import FRACTION_BITS
-from draftwing.ops.types import CONFIDENCE, HEAD, Calibration, Committed, Draft, Edits, Rescoring, SamplingGroups, Tree
+from draftwing.ops.types import (
+    CONFIDENCE,
+    HEAD,
+    Calibration,
+    Committed,
+    Draft,
+    Edits,
+    Rescoring,
+    SampleInputs,
+    SamplingGroups,
+    Tree,
+)
 from draftwing.spec.drafter import Drafter, SeenTokens
 
 
@@ -86,7 +97,7 @@ class CommitStage:
         """Commits a tree step whose rows ask for drafts and sampling alone: what graphs hold."""
         if drafted.place is None:
             nodes = self._nodes(step, drafted, verified)
-            edits = self._features.row_edits(nodes) if step.edited else None
+            edits = self._features.edits.of_rows() if step.edited else None
             target = self._sample(step.groups, step.filtered, nodes, edits)
         else:
             assert not step.edited
@@ -249,12 +260,10 @@ class CommitStage:
         self, groups: SamplingGroups, filtered: bool, drawn: SampleInputs, edits: Edits | None = None
     ) -> Tensor:
         """Returns a token for every node, [B, N]."""
-        rows, logits, hidden, positions, depth, depth_max, *_ = drawn
         rescoring = None
-        if logits.dtype.itemsize < 4:
-            rescoring = Rescoring(hidden, self._model.rescored_by, self._model.exact_logits)
-        asked = groups, filtered, rescoring, edits
-        return self._ops.draw(logits, positions, depth, depth_max, self._table, rows, *asked)
+        if drawn.logits.dtype.itemsize < 4:
+            rescoring = Rescoring(drawn.hidden, self._model.rescored_by, self._model.exact_logits)
+        return self._ops.draw(drawn, self._table, groups, filtered, rescoring, edits)
 
     def _show(
         self, drafter: Drafter, skips: bool, step: TreeStep, done: Committed, before: Tensor, aux_hidden: Tensor | None,

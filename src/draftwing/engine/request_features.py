@@ -20,7 +20,7 @@ from draftwing.core import FORBIDDEN, NOT_FINITE, TOKEN, IntArray, Plan, TokenLo
 from draftwing.engine.devices.base import Device, Download
 from draftwing.engine.row_table import RowTable
 from draftwing.models.decoder import DecoderModel
-from draftwing.ops.types import Calibration, Draft, DraftEdits, Edits
+from draftwing.ops.types import Calibration, Draft, Edits, SampleInputs
 from draftwing.requests.request import MAX_PREDICTED, LogprobParams
 from draftwing.sampling.edits import BudgetTable, EditTable, Nodes
 from draftwing.sampling.logprobs import path_logprobs, prompt_logprobs, unpack, width
@@ -29,24 +29,6 @@ from draftwing.spec.drafter import Drafter
 from draftwing.spec.prediction import PredictedOutput, limit
 
 _UNLIMITED = np.iinfo(np.int32).max
-
-
-class SampleInputs(NamedTuple):
-    """The nodes that a step draws a token for, and what it draws from."""
-
-    rows: Tensor  # [B]
-    logits: Tensor  # [B, N, V]
-    hidden: Tensor  # [B, N, H]
-    positions: Tensor  # [B, N]
-    depth: Tensor  # [B, N]
-    depth_max: int
-    tokens: Tensor  # [B, N]: the nodes' own
-    path: Tensor  # [B, N, D + 1], as in `ops.types.Tree`
-    path_len: Tensor  # [B, N]
-
-    def pick(self, at: Tensor) -> SampleInputs:
-        """Returns the batch indices `at` alone."""
-        return SampleInputs(*(part[at] if isinstance(part, Tensor) else part for part in self))  # type: ignore[arg-type]
 
 
 class Logprobs(NamedTuple):
@@ -134,15 +116,7 @@ class RequestFeatures:
         promised = self.predicted.confidence(self.table, rows[at], longest)
         return confidence.index_copy(0, at, torch.maximum(confidence[at], promised))
 
-    def row_edits(self, drawn: SampleInputs) -> Edits:
-        """Returns what penalties and biases there are of the rows, for a sampler that applies them itself."""
-        edits = self.edits
-        return Edits(
-            drawn.rows, self.table.tokens, edits.prompt_len, edits.penalties, edits.bias_ids, edits.bias_values,
-            edits.costs, drawn.tokens, drawn.path, drawn.path_len,
-        )  # fmt: skip
-
-    def draft_edits(self, plan: Plan | None) -> DraftEdits | None:
+    def draft_edits(self, plan: Plan | None) -> Edits | None:
         """Returns what drafts are told of the edits of a plan that asks for more, None where there are none; without a
         plan those of all rows, by value."""
         edits, at = self.edits, None
@@ -151,7 +125,7 @@ class RequestFeatures:
             if not (used.counts or used.seen or used.repeats or used.biases):
                 return None
             at = self._rows_of(plan.edited)
-        return DraftEdits(at, edits.prompt_len, edits.penalties, edits.bias_ids, edits.bias_values, edits.costs)
+        return edits.of_rows(at)
 
     # -- sampling ---------------------------------------------------------------------------------------------------
 

@@ -89,31 +89,34 @@ class SamplingGroups(NamedTuple):
     banning: Tensor  # [Bb] that may still be below min_new_tokens
 
 
-class Edits(NamedTuple):
-    """Penalties and biases of rows, row-indexed as `sampling.edits.EditTable` keeps them, and the nodes that are drawn
-    at. Row-indexed fields are not copied: what they hold when it is drawn counts."""
+class SampleInputs(NamedTuple):
+    """The nodes that a step draws a token for, and what it draws from."""
 
-    rows: Tensor  # [B] int64
-    history: Tensor  # [R + 1, L]: the tokens of all rows, as `RowTensors` has them
+    rows: Tensor  # [B]
+    logits: Tensor  # [B, N, V] of any float type, not changed
+    hidden: Tensor  # [B, N, H]
+    positions: Tensor  # [B, N] int64: what is drawn will stand one further
+    depth: Tensor  # [B, N] int64, 0 of node 0
+    depth_max: int
+    tokens: Tensor  # [B, N] int64: the nodes' own
+    path: Tensor  # [B, N, D + 1] int64, as in `Tree`
+    path_len: Tensor  # [B, N] int64
+
+    def pick(self, at: Tensor) -> SampleInputs:
+        """Returns the batch indices `at` alone."""
+        return SampleInputs(*(part[at] if isinstance(part, Tensor) else part for part in self))  # type: ignore[arg-type]
+
+
+class Edits(NamedTuple):
+    """Penalties and biases, row-indexed as `sampling.edits.EditTable` keeps them. What its fields hold when a token is
+    drawn, or drafted, counts."""
+
     prompt_len: Tensor  # [R + 1] int64
     penalties: Tensor  # [R + 1, 3] float32: frequency, presence, repetition
     bias_ids: Tensor  # [R + 1, S] int64
     bias_values: Tensor  # [R + 1, S] float32, 0 where there is no bias
     costs: Tensor  # [R + 1, longest + 1] float32: of repetitions of so many tokens
-    tokens: Tensor  # [B, N] int64: the nodes' own
-    path: Tensor  # [B, N, D + 1] int64, as in `Tree`
-    path_len: Tensor  # [B, N] int64
-
-
-class DraftEdits(NamedTuple):
-    """What of rows' edits drafts know: penalties and biases, row-indexed as in `Edits`, whatever the rows are."""
-
-    at: Tensor | None  # [Be] batch indices of the rows that may have some, None: all, which is found out by value
-    prompt_len: Tensor
-    penalties: Tensor
-    bias_ids: Tensor
-    bias_values: Tensor
-    costs: Tensor
+    at: Tensor | None = None  # [Be] batch indices of the rows that may have some, None: all, which is found by value
 
 
 class LogitEditor(Protocol):

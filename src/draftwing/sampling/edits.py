@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftwing.core import IntArray
+from draftwing.ops.types import Edits
 from draftwing.requests.request import MAX_MARKER, ThinkingBudget
 from draftwing.requests.sampling_params import (
     MAX_BAD_WORD_TOKENS,
@@ -170,6 +171,10 @@ class EditTable:
         may[list(ids) or slice(None)] = True
         packed = np.packbits(may, bitorder="little").view(np.int64)
         self.allowed[row].copy_(self._upload(packed).view(torch.int32)[:words])
+
+    def of_rows(self, at: Tensor | None = None) -> Edits:
+        """Returns what samplers and drafters apply themselves. at: batch indices of the rows that may have some."""
+        return Edits(self.prompt_len, self.penalties, self.bias_ids, self.bias_values, self.costs, at)
 
     def is_edited(self, row: int) -> bool:
         """Returns whether the row has edits other than masks."""

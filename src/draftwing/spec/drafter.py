@@ -23,7 +23,7 @@ from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.ops.attention.attend import AttnBackend
 from draftwing.ops.attention.batch import Batch
 from draftwing.ops.table import TorchOps
-from draftwing.ops.types import Calibration, Draft, DraftEdits, RowTensors
+from draftwing.ops.types import Calibration, Draft, Edits, RowTensors
 
 if TYPE_CHECKING:
     from draftwing.models.decoder import DecoderModel
@@ -79,7 +79,7 @@ class DraftStep(NamedTuple):
     shape: TreeShape
     max_kv_len: int
     noisy: Tensor
-    edits: DraftEdits | None = None
+    edits: Edits | None = None
 
 
 class SeenTokens(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftwing.core import NOT_FINITE, TOKEN
 from draftwing.ops.sampling.spec import CANDIDATES, keep_mask
 from draftwing.ops.table import TorchOps
-from draftwing.ops.types import Rescoring, SamplingGroups, SamplingRows
+from draftwing.ops.types import Rescoring, SampleInputs, SamplingGroups, SamplingRows
 
 CUDA = torch.cuda.is_available()
 BANS = 4
@@ -133,8 +133,10 @@ class Case(NamedTuple):
         def logits(hidden: Tensor, ids: Tensor) -> Tensor:
             return (case.weight[ids].double() * hidden.unsqueeze(-2).double()).sum(-1).float()
 
+        unread = case.positions, case.positions.unsqueeze(2), case.positions  # of edits
+        depth = case.depth, int(self.depth.max())
         return ops.draw(
-            case.logits, case.positions, case.depth, int(self.depth.max()), case.table, case.rows,
+            SampleInputs(case.rows, case.logits, case.hidden, case.positions, *depth, *unread), case.table,
             SamplingGroups(*(which.to(ops.device) for which in self.drawing())), filtered,
             Rescoring(case.hidden, None if apart else case.weight, logits) if rescored else None,
         ).cpu()  # fmt: skip

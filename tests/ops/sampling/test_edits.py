@@ -16,7 +16,7 @@ from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.cpu.ops import CpuOps
 from draftwing.ops.sampling.spec import CANDIDATES
 from draftwing.ops.table import TorchOps
-from draftwing.ops.types import DraftEdits, Edits, Level, LogitEditor, NoiseKey, Rescoring, SamplingGroups, Tree
+from draftwing.ops.types import Level, LogitEditor, NoiseKey, Rescoring, SampleInputs, SamplingGroups, Tree
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sampling.edits import EditTable, Nodes
 
@@ -49,11 +49,10 @@ class DraftCase:
         self.draft_ids = draft_ids.to(device) if mapped else None
 
     def editor(self, at: list[int] | None = None, rows: Tensor | None = None) -> LogitEditor:
-        edits, device = self.edits, self.ops.device
+        device = self.ops.device
         which = None if at is None else torch.tensor(at, device=device)
-        some = DraftEdits(which, edits.prompt_len, edits.penalties, edits.bias_ids, edits.bias_values, edits.costs)
         rows = (self.rows if rows is None else rows).to(device)
-        return self.ops.logit_editor(self.table, rows, some, LENGTH - 1, 64, self.draft_ids)
+        return self.ops.logit_editor(self.table, rows, self.edits.of_rows(which), LENGTH - 1, 64, self.draft_ids)
 
     def expected(self, logits: Tensor, rows: Tensor, below: list[list[list[int]]] | None = None) -> Tensor:
         """logits [B, K, V] -> float64. below: tokens from below the root down to each node; None: these are roots."""
@@ -221,20 +220,14 @@ class Case(NamedTuple):
     def positions(self) -> Tensor:
         return self.table.kv_len[self.rows].unsqueeze(1) + self.tree.depth
 
-    def row_edits(self) -> Edits:
-        edits, table = self.edits, self.table
-        return Edits(
-            self.rows, table.tokens, edits.prompt_len, edits.penalties, edits.bias_ids, edits.bias_values, edits.costs,
-            self.tokens, self.tree.path, self.tree.path_len,
-        )  # fmt: skip
-
     def drawn(self, cpu_ops: CpuOps, rescored: bool, edits: bool = True) -> Tensor:
         rescoring = Rescoring(self.hidden, self.weight, lambda x, ids: cpu_ops.exact_logits(x, self.weight, ids))
         asked = SamplingGroups(NONE, NONE, NONE), True, rescoring if rescored else None
-        return cpu_ops.draw(
-            self.logits, self.positions, self.tree.depth, DEPTH, self.table, self.rows, *asked,
-            self.row_edits() if edits else None,
+        drawn = SampleInputs(
+            self.rows, self.logits, self.hidden, self.positions, self.tree.depth, DEPTH, self.tokens, self.tree.path,
+            self.tree.path_len,
         )  # fmt: skip
+        return cpu_ops.draw(drawn, self.table, *asked, self.edits.of_rows() if edits else None)
 
 
 def make_case(cpu_ops: CpuOps, dtype: torch.dtype, vocab: int, temperature: float, filters: dict[str, float]) -> Case:

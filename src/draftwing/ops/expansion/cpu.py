@@ -21,7 +21,7 @@ from draftwing.ops.types import (
     Chain,
     Continuations,
     Draft,
-    DraftEdits,
+    Edits,
     Expansion,
     First,
     Level,
@@ -163,7 +163,7 @@ class CpuExpansionOps(ExpansionOps):
         return Continuations(ids, logp)
 
     def logit_editor(
-        self, table: RowTensors, rows: Tensor, edits: DraftEdits, bound: int, vocab: int, draft_ids: Tensor | None
+        self, table: RowTensors, rows: Tensor, edits: Edits, bound: int, vocab: int, draft_ids: Tensor | None
     ) -> CpuLogitEditor:
         return CpuLogitEditor(
             self.raw, self.workers, self._sampler.scratch, table, rows, edits, bound, vocab, draft_ids

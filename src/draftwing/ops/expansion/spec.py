@@ -18,7 +18,7 @@ from draftwing.ops.types import (
     Chain,
     Continuations,
     Draft,
-    DraftEdits,
+    Edits,
     Expansion,
     First,
     Level,
@@ -182,7 +182,7 @@ class ExpansionOps:
         return Continuations(ids.gather(1, places), best.float())
 
     def logit_editor(
-        self, table: RowTensors, rows: Tensor, edits: DraftEdits, bound: int, vocab: int, draft_ids: Tensor | None
+        self, table: RowTensors, rows: Tensor, edits: Edits, bound: int, vocab: int, draft_ids: Tensor | None
     ) -> LogitEditor:
         """Returns what edits a head's logits of rows [B]. bound: of their kv_len; vocab: the head's; draft_ids: of
         `DraftHead`."""
@@ -212,7 +212,7 @@ class TextEditor:
     """A `LogitEditor`, in torch: of every token factor and summand, once for all levels of a tree."""
 
     def __init__(
-        self, table: RowTensors, rows: Tensor, edits: DraftEdits, bound: int, vocab: int, draft_ids: Tensor | None
+        self, table: RowTensors, rows: Tensor, edits: Edits, bound: int, vocab: int, draft_ids: Tensor | None
     ) -> None:
         """See `ExpansionOps.logit_editor`."""
         self._at, self._batch = edits.at, rows.shape[0]

@@ -17,12 +17,12 @@ from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.expansion.spec import TextEditor
 from draftwing.ops.sampling.spec import CANDIDATES, Exact, SamplingOps, without_banned
 from draftwing.ops.types import (
-    DraftEdits,
     Edits,
     Level,
     NoiseKey,
     Rescoring,
     RowTensors,
+    SampleInputs,
     SamplingGroups,
     SamplingRows,
 )
@@ -40,22 +40,19 @@ class CpuSamplingOps(SamplingOps):
 
     def draw(
         self,
-        logits: Tensor,
-        positions: Tensor,
-        depth: Tensor,
-        depth_max: int,
+        drawn: SampleInputs,
         table: RowTensors,
-        rows: Tensor,
         drawing: SamplingGroups,
         filtered: bool,
         rescoring: Rescoring | None,
         edits: Edits | None = None,
     ) -> Tensor:
         """Finds out by value what each row asks for."""
-        x = logits if logits.dtype in DTYPES else logits.float()
-        params, _ = self.sampling_rows(table, rows, 0)
+        x = drawn.logits if drawn.logits.dtype in DTYPES else drawn.logits.float()
+        params, _ = self.sampling_rows(table, drawn.rows, 0)
         count = 1 if rescoring is None else min(CANDIDATES, x.shape[-1])
-        ids, noise, changes = self._candidates(x, positions, depth, params, count, filtered, edits=edits)
+        edited = None if edits is None else _arguments_of(drawn, table, edits)
+        ids, noise, changes = self._candidates(x, drawn.positions, drawn.depth, params, count, filtered, edited=edited)
         if rescoring is None:
             return ids.squeeze(-1)
         return self.best_candidate(ids, noise, rescoring.exact(ids, None), changes)
@@ -144,11 +141,12 @@ class CpuSamplingOps(SamplingOps):
         count: int,
         filtered: bool,
         flags: Tensor | None = None,
-        edits: Edits | None = None,
+        edited: tuple[Any, ...] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`candidates` after bans and edits, and of each what an edit makes of its logit, None without edits.
 
         filtered: whether any row has filters; flags [B] int64: which rows have them, None: those whose values say so.
+        edited: see `_arguments_of`.
         """
         batch, nodes, vocab = logits.shape
         assert count <= min(MAX_TOPK, vocab) and positions.dtype == depth.dtype == torch.int64
@@ -161,10 +159,9 @@ class CpuSamplingOps(SamplingOps):
         ids, noise = ints(batch, nodes, count), torch.empty(batch, nodes, count, dtype=torch.float32)
         more: tuple[Any, ...] = ()
         changes, width = None, 0
-        if edits is not None:
-            edits = Edits(*(field.contiguous() for field in edits))
-            changes, width = torch.empty(batch, nodes, count, 2, dtype=torch.float32), edits.path.shape[2]
-            more = *_arguments_of(edits), changes
+        if edited is not None:
+            changes, width = torch.empty(batch, nodes, count, 2, dtype=torch.float32), edited[-4]
+            more = *edited, changes
         # One size for trees of all depths: the kernel has a stride of its own.
         scratch = self.scratch(self.workers.most, 5 * (-(-vocab // 16) * 16) + -(-width // 256) * 256)
         self.raw.draw(
@@ -210,13 +207,15 @@ class CpuSamplingOps(SamplingOps):
         return out
 
 
-def _arguments_of(edits: Edits) -> tuple[Any, ...]:
+def _arguments_of(drawn: SampleInputs, table: RowTensors, edits: Edits) -> tuple[Any, ...]:
     """Returns how edits are passed to the C kernel; their tensors are contiguous."""
-    (_, nodes, width), biases = edits.path.shape, edits.bias_ids.shape[1]
-    assert edits.tokens.shape[1] == nodes and edits.penalties.shape[1] == 3
-    rows, history, prompt_len, penalties, bias_ids, bias_values, costs, tokens, path, path_len = edits
-    read = rows, history, history.shape[1], prompt_len, penalties, bias_ids, bias_values, biases, costs
-    return *read, costs.shape[1] - 1, None, None, tokens, width, path, path_len, nodes
+    rows, tokens, path, path_len = (
+        part.contiguous() for part in (drawn.rows, drawn.tokens, drawn.path, drawn.path_len)
+    )
+    assert all(part.is_contiguous() for part in (table.tokens, *edits[:5]))
+    (nodes, width), biases, longest = path.shape[1:], edits.bias_ids.shape[1], edits.costs.shape[1] - 1
+    read = rows, table.tokens, table.tokens.shape[1], *edits[:4], biases, edits.costs, longest
+    return *read, None, None, tokens, width, path, path_len, nodes
 
 
 class CpuLogitEditor:
@@ -224,7 +223,7 @@ class CpuLogitEditor:
 
     def __init__(
         self, raw: Any, workers: Workers, scratch: Callable[[int, int], int], table: RowTensors, rows: Tensor,
-        edits: DraftEdits, bound: int, vocab: int, draft_ids: Tensor | None,
+        edits: Edits, bound: int, vocab: int, draft_ids: Tensor | None,
     ) -> None:  # fmt: skip
         """raw: the extension module; scratch: as `CpuSamplingOps.scratch`; the others as for
         `ExpansionOps.logit_editor`. Finds out by value which rows have edits."""
@@ -232,7 +231,7 @@ class CpuLogitEditor:
         self._vocab, self.batch = vocab, rows.shape[0]
         self._others = table, rows, edits, bound, vocab, draft_ids  # of an editor in torch
         self._levels: list[Level] = []
-        rows, own = rows.contiguous(), edits[1:]
+        rows, own = rows.contiguous(), edits[:5]
         assert table.tokens.is_contiguous() and all(part.is_contiguous() for part in own)
         self._held = rows
         prompt_len, penalties, bias_ids, bias_values, costs = addresses(own)

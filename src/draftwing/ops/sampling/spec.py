@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftwing.core import NOT_FINITE
 from draftwing.ops.noise.spec import gumbel, gumbel_at
-from draftwing.ops.types import Edits, Rescoring, RowTensors, SamplingGroups, SamplingRows
+from draftwing.ops.types import Edits, Rescoring, RowTensors, SampleInputs, SamplingGroups, SamplingRows
 
 
 def first_argmax(x: Tensor) -> Tensor:
@@ -126,12 +126,8 @@ class SamplingOps:
 
     def draw(
         self,
-        logits: Tensor,
-        positions: Tensor,
-        depth: Tensor,
-        depth_max: int,
+        drawn: SampleInputs,
         table: RowTensors,
-        rows: Tensor,
         drawing: SamplingGroups,
         filtered: bool,
         rescoring: Rescoring | None,
@@ -145,9 +141,9 @@ class SamplingOps:
         """
         assert edits is None
         asked = drawing.noisy.shape[0] + drawing.banning.shape[0]
-        params = table.sampling(rows) if asked else None  # greedy rows need none
+        params = table.sampling(drawn.rows) if asked else None  # greedy rows need none
         exact = None if rescoring is None else rescoring.exact
-        return self.sample(logits, positions, depth, depth_max, params, *drawing, exact)
+        return self.sample(drawn.logits, drawn.positions, drawn.depth, drawn.depth_max, params, *drawing, exact)
 
     def sample(
         self,

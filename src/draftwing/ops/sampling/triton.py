@@ -22,7 +22,7 @@ from draftwing.ops.noise.triton import gumbel, position_words
 from draftwing.ops.sampling.spec import CANDIDATES, SamplingOps
 from draftwing.ops.sampling.triton_filters import Limits, limits, load_logits, without_bans
 from draftwing.ops.triton.common import launch_options, start
-from draftwing.ops.types import Edits, Rescoring, RowTensors, SamplingGroups
+from draftwing.ops.types import Edits, Rescoring, RowTensors, SampleInputs, SamplingGroups
 
 _GROUP = 128  # tokens; 8 groups of it are about as many values as a vocabulary has groups
 _FEW_QUERIES = 8  # queries up to which the vocabulary is cut finer, to occupy the GPU
@@ -191,12 +191,8 @@ class TritonSamplingOps(SamplingOps):
 
     def draw(
         self,
-        logits: Tensor,
-        positions: Tensor,
-        depth: Tensor,
-        depth_max: int,
+        drawn: SampleInputs,
         table: RowTensors,
-        rows: Tensor,
         drawing: SamplingGroups,
         filtered: bool,
         rescoring: Rescoring | None,
@@ -205,6 +201,7 @@ class TritonSamplingOps(SamplingOps):
         """Every choice but `filtered` is made on the device, by value: a row is greedy at temperature 0, and banned
         from ids below its `ban_until`. A row may occur more than once."""
         assert edits is None
+        rows, logits, positions, depth = drawn.rows, drawn.logits, drawn.positions, drawn.depth
         batch, nodes, vocab = logits.shape
         device, count = logits.device, batch * nodes
         for tensor in (logits, positions, depth, rows, table.floats, table.ban_ids):
