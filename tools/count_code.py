@@ -94,6 +94,16 @@ def classes(files: Mapping[Path, tuple[str, ast.Module]]) -> Iterator[ast.ClassD
         yield from (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
 
 
+def table_names(kind: ast.ClassDef) -> Iterator[str]:
+    """Yields what a kind of operations puts into the table: its methods and other names, but for private ones."""
+    for node in kind.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found = [node.name]
+        else:
+            found = [one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
+        yield from (name for name in found if not name.startswith("_"))
+
+
 def shape_rows(tree: ast.Module) -> Iterator[int]:
     """Yields how many calls with three numbers and more each constant of a module is made of, named or not: shapes of
     kernels."""
@@ -136,14 +146,11 @@ def counted() -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
             importers.setdefault(other, set()).add(own)
     every = list(classes(files))
     table = next((node for node in every if node.name == "LayerOps"), None)
+    kinds = {ast.unparse(base) for base in (table.bases if table else ())}
     shapes = sum(sum(shape_rows(tree)) for path, (_, tree) in files.items() if KERNELS in path.parents)
     native = [path for kind in ("*.c", "*.h", "*.cu", "*.cuh", "*.cpp") for path in SOURCE.rglob(kind)]
     protocols = [node for node in every if any("Protocol" in ast.unparse(base) for base in node.bases)]
-    names = {
-        node.attr
-        for node in (ast.walk(table) if table else ())
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-    }
+    names = {name for node in every if node is table or node.name in kinds for name in table_names(node)}
     counts = {
         "code lines of src": sum(lines for _, lines in packages.values()),
         "files of src": len(files),

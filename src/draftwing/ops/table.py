@@ -7,6 +7,7 @@ torch, in `spec.py` of their folder; a device's class next to it overrides what 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 
 import torch
@@ -47,9 +48,9 @@ def torch_attention(pool: KVPool, exact: bool) -> AttnBackend:
     return TorchAttention(pool)
 
 
-class LayerOps:
-    """The operations of layers. Those in torch are differentiable and take tensors of any dtype; those of other devices
-    are for inference. What is None is there on some devices only."""
+class LayerOps(NormOps, ElementwiseOps, RopeOps, RowOps, LogitOps, GemmOps, ExpertOps, AdapterOps):
+    """The operations of layers, each as the part of its kind has it. Those in torch are differentiable and take tensors
+    of any dtype; those of other devices are for inference. What is None is there on some devices only."""
 
     # Reads single rows of blocks, of which the others stay in their file: ids [M] int64 -> [M, columns] in a dtype,
     # float32 or bfloat16. None: nothing is better than numpy.
@@ -76,64 +77,19 @@ class LayerOps:
         Callable[[Gemm | None, Tensor | None, tuple[Tensor, float] | None, Tensor | None], HeadTopK | None] | None
     ) = None
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        norms: NormOps,
-        elementwise: ElementwiseOps,
-        rope: RopeOps,
-        rows: RowOps,
-        logits: LogitOps,
-        gemms: GemmOps,
-        experts: ExpertOps,
-        adapters: AdapterOps,
-    ) -> None:
+    def __init__(self, runtime: Runtime, *parts: object) -> None:
+        """parts: one of each kind of operations. What its kind names is filled in."""
         self.device = runtime.device
         self.upload_matrix, self.empty_cache = runtime.upload_matrix, runtime.empty_cache
         self.peer_sums = runtime.peer_sums
-
-        self.norm_adds_residual = norms.norm_adds_residual
-        self.rms_norm, self.add_rms_norm = norms.rms_norm, norms.add_rms_norm
-        self.layer_norm = norms.layer_norm
-        self.rms_norm_fp8, self.add_rms_norm_fp8 = norms.rms_norm_fp8, norms.add_rms_norm_fp8
-        self.fuse_inputs = norms.fuse_inputs
-
-        self.silu_mul, self.gelu_mul = elementwise.silu_mul, elementwise.gelu_mul
-        self.gate, self.gate_fp8 = elementwise.gate, elementwise.gate_fp8
-        self.relu_squared, self.xielu, self.gelu = elementwise.relu_squared, elementwise.xielu, elementwise.gelu
-        self.soft_cap, self.add_scaled = elementwise.soft_cap, elementwise.add_scaled
-        self.recur, self.gru = elementwise.recur, elementwise.gru
-        self.sum_parts, self.block_conv = elementwise.sum_parts, elementwise.block_conv
-
-        self.concat_rope, self.head_queries, self.turn_heads = rope.concat_rope, rope.head_queries, rope.turn_heads
-
-        self.concat_columns, self.share_rows = rows.concat_columns, rows.share_rows
-        self.take_rows, self.put_rows, self.row_numbers = rows.take_rows, rows.put_rows, rows.row_numbers
-
-        self.exact_logits, self.every_logit = logits.exact_logits, logits.every_logit
-        self.sums_logits = logits.sums_logits
-        self.share_logits, self.spread_logits = logits.share_logits, logits.spread_logits
-        self.largest, self.cluster_tokens = logits.largest, logits.cluster_tokens
-
-        self.merges_matrices, self.convolves_by_tap = gemms.merges_matrices, gemms.convolves_by_tap
-        self.keeps_groups, self.fp8_from, self.block_kinds = gemms.keeps_groups, gemms.fp8_from, gemms.block_kinds
-        self.gemms, self.keeps_bits = gemms.gemms, gemms.keeps_bits
-        self.block_gemm, self.quantize = gemms.block_gemm, gemms.quantize
-        self.pack_fp8, self.pack_groups, self.quantize_groups = gemms.pack_fp8, gemms.pack_groups, gemms.quantize_groups
-        self.wide_gemm, self.wide_gemm_is_slow = gemms.wide_gemm, gemms.wide_gemm_is_slow
-
-        self.reads_routes, self.mixes_under_norms = experts.reads_routes, experts.mixes_under_norms
-        self.route, self.every_expert = experts.route, experts.every_expert
-        self.mix, self.mix_norm = experts.mix, experts.mix_norm
-        self.clamped_swiglu, self.experts_linear = experts.clamped_swiglu, experts.experts_linear
-        self.scaled_inputs = experts.scaled_inputs
-
-        self.empty_adapters = adapters.empty_adapters
-        self.adapt, self.adapter_down, self.adapter_up = adapters.adapt, adapters.adapter_down, adapters.adapter_up
-        self.adapts_ahead, self.adapter_plan = adapters.adapts_ahead, adapters.adapter_plan
+        for part in parts:
+            kind = next(kind for kind in type(self).__mro__ if isinstance(part, kind))
+            for name in vars(kind).keys() | inspect.get_annotations(kind).keys():
+                if not name.startswith("_"):
+                    setattr(self, name, getattr(part, name))
 
 
-class TorchOps(LayerOps):
+class TorchOps(LayerOps, TreeOps, AssignOps, MergeOps, SamplingOps, ExpansionOps, StateOps):
     """The operations of one device, made once; see docs/architecture.md."""
 
     attends_mutually = True  # whether attention knows of images whose tokens see each other (`Batch.mutual`)
@@ -163,7 +119,7 @@ class TorchOps(LayerOps):
     ) -> None:
         """Fills the table; in torch what is not given."""
         self.runtime = runtime = runtime or Runtime(device)
-        norms = norms or NormOps()
+        norms, sampling = norms or NormOps(), sampling or SamplingOps()
         super().__init__(
             runtime,
             norms,
@@ -174,6 +130,12 @@ class TorchOps(LayerOps):
             gemms or GemmOps(),
             experts or ExpertOps(norms, reads_routes=device.type == "cpu"),
             adapters or AdapterOps(),
+            tree or TreeOps(),
+            assign or AssignOps(),
+            merge or MergeOps(),
+            sampling,
+            expansion or ExpansionOps(sampling),
+            states or StateOps(),
         )
         self.name, self.title = runtime.name, runtime.title
         self.exact_by_design, self.batch_invariant = runtime.exact_by_design, runtime.batch_invariant
@@ -185,30 +147,6 @@ class TorchOps(LayerOps):
         self._attention, self.round_up_rows = attention, runtime.round_up_rows
         self.pin_threads, self.replay_calls = runtime.pin_threads, runtime.replay_calls
         self.hash_kernels, self.probe_device = runtime.hash_kernels, runtime.probe_device
-
-        tree, assign, merge = tree or TreeOps(), assign or AssignOps(), merge or MergeOps()
-        self.plain_inputs, self.tree_inputs = tree.plain_inputs, tree.tree_inputs
-        self.commit, self.simulate = tree.commit, tree.simulate
-        self.rank, self.assign = assign.rank, assign.assign
-        self.merge, self.raise_confidence = merge.merge, merge.raise_confidence
-
-        sampling = sampling or SamplingOps()
-        self.draws_by_row, self.edits_by_row = sampling.draws_by_row, sampling.edits_by_row
-        self.draw, self.sample = sampling.draw, sampling.sample
-        self.gumbel, self.gumbel_at = sampling.gumbel, sampling.gumbel_at
-
-        expansion = expansion or ExpansionOps(sampling)
-        self.reads_root_late = expansion.reads_root_late
-        self.chain, self.newest_rows, self.windowed = expansion.chain, expansion.newest_rows, expansion.windowed
-        self.keep_unseen, self.keep_first = expansion.keep_unseen, expansion.keep_first
-        self.of_levels, self.repeat_rows = expansion.of_levels, expansion.repeat_rows
-        self.block_inputs, self.confident = expansion.block_inputs, expansion.confident
-        self.continuations, self.expand = expansion.continuations, expansion.expand
-        self.pair_continuations = expansion.pair_continuations
-        self.logit_editor, self.noise_key = expansion.logit_editor, expansion.noise_key
-
-        states = states or StateOps()
-        self.lazy_states, self.advance_states = states.lazy_states, states.advance_states
 
         own = {name for kind in type(self).__mro__ for name in vars(kind) if not issubclass(TorchOps, kind)}
         if hidden := sorted(own & vars(self).keys()):

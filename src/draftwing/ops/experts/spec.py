@@ -77,9 +77,9 @@ class ExpertOps:
     """Routing, and what comes before and after the GEMMs of experts. Here with gradients, for tensors of any dtype."""
 
     mixes_under_norms = False  # whether `mix_norm` is one kernel
+    reads_routes: bool  # whether the host may read which experts were chosen, for it shares the device's memory
 
     def __init__(self, norms: NormOps, reads_routes: bool = False) -> None:
-        """reads_routes: whether the host may read which experts were chosen, for it shares the device's memory."""
         self._norms, self.reads_routes = norms, reads_routes
 
     def route(
