@@ -155,8 +155,8 @@ def build(
     compute = device.ops.compute_capability
     device.ops.hash_kernels()
     if compute is not None:
-        card = device.total_memory(), device.ops.multiprocessors
-        job = Job(options, path, draft_path, token_ids, precision.dtype, precision.kv_dtype, compute, *card)
+        memory = device.total_memory()
+        job = Job(options, path, draft_path, token_ids, precision.dtype, precision.kv_dtype, compute, memory)
         ahead = precompile(job, compiler)
     elif compiler is not None:
         compiler.end()

@@ -27,7 +27,6 @@ class Runtime:
     attention_bytes = 0  # of partial results that attention makes over long contexts
     active_threads = 1.0  # share of the host's threads that kernels run in now
     compute_capability: tuple[int, int] | None = None  # of the GPU for which kernels are compiled
-    multiprocessors: int = 0  # of that GPU
     # Makes calls again that were noted (`ops.cpu.tape`); None: what a small step does may not be recorded.
     replay_calls: Callable[[Any], None] | None = None
     # Makes what sums few rows over ranks: this rank, how many there are, and what gives each rank's bytes to all. A

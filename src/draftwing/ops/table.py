@@ -143,7 +143,6 @@ class TorchOps(LayerOps, TreeOps, AssignOps, MergeOps, SamplingOps, ExpansionOps
         self.reads_half_pool_in_fp32 = runtime.reads_half_pool_in_fp32
         self.reads_fp8_pool, self.reads_int8_pool = runtime.reads_fp8_pool, runtime.reads_int8_pool
         self.compute_capability, self.attention_bytes = runtime.compute_capability, runtime.attention_bytes
-        self.multiprocessors = runtime.multiprocessors
         self._attention, self.round_up_rows = attention, runtime.round_up_rows
         self.pin_threads, self.replay_calls = runtime.pin_threads, runtime.replay_calls
         self.hash_kernels, self.probe_device = runtime.hash_kernels, runtime.probe_device

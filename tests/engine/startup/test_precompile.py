@@ -99,7 +99,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
         speculative_num_draft_tokens=4, max_running_requests=2, chunked_prefill_size=64,
     ).resolve()  # fmt: skip
     engine, half = options.for_engine(defaults_for(80 << 30)), torch.bfloat16
-    return Job(engine, tmp_path, None, None, half, half, (9, 0), 80 << 30, 132)
+    return Job(engine, tmp_path, None, None, half, half, (9, 0), 80 << 30)
 
 
 FORKS = """

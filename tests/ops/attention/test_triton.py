@@ -61,8 +61,7 @@ def test_long_page_tables_on_a_large_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     """Trees of four requests with 131,072 positions are shared by all multiprocessors of an H200, as those of one."""
 
     def lanes(memory: int, batch: int) -> int:
-        card = SimpleNamespace(total_memory=memory, multi_processor_count=132)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
         room = attention.partial_bytes(torch.device("cuda"))
         assert room.bit_count() == 1 and room <= max(attention.PARTIAL_BYTES, memory // attention.PARTIAL_SHARE)
         how = attention.plan(
@@ -125,43 +124,22 @@ def test_programs_share_a_merge(dim: int, slices: int, lanes: int, device: torch
     how = attention.plan(3, 6, case.path.shape[2], 4, case.kv, case.table.shape[1], 6, True, tiling)
     assert how.two_launches and (how.lanes > 1) == (lanes > 1)
     splits = attention.split_count(case.table.shape[1], tiling)
-    assert attention.merge_slices(6, splits, dim, 0, tiling._replace(shared_merge=splits), tiling.programs) == slices
+    assert attention.merge_slices(6, splits, dim, 0, tiling._replace(shared_merge=splits)) == slices
     one = case.run(tiling=tiling._replace(shared_merge=splits + 1))
     torch.testing.assert_close(one.double(), case.expected(), atol=2e-5, rtol=1e-4)
     assert torch.equal(case.run(tiling=tiling._replace(shared_merge=splits)), one)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="there is no CUDA device, and the interpreter runs one program after the other")
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_the_last_programs_of_a_tile_share_its_merge(nodes: int, device: torch.device) -> None:
-    """They wait for each other, time and again, with the bits of one program, however few have splits."""
-    tiling = TINY._replace(programs=12)
-    for begin in (0, 1, 15, 16, 40, 200):
-        case = make_case([239, begin, 0], nodes, device, (2, 1), dim=64)
-        how = attention.plan(3, nodes, case.path.shape[2], 2, case.kv, case.table.shape[1], nodes, True, tiling)
-        assert how.lanes > 2 and not how.two_launches
-        one = case.run(tiling=tiling._replace(shared_merge=1 << 30))
-        torch.testing.assert_close(one.double(), case.expected(), atol=2e-5, rtol=1e-4)
-        for _ in range(20):
-            assert torch.equal(case.run(tiling=tiling._replace(shared_merge=1)), one)
-
-
 def test_when_programs_share_a_merge() -> None:
     """Those of an 8B Llama's trees of 16 nodes on an H200."""
 
-    def slices(tiles: int, length: int, dim: int = 128, more: int = 0, limit: int = 264) -> int:
+    def slices(batch: int, length: int, dim: int = 128, more: int = 0) -> int:
         splits = attention.split_count(length, common.TILING_HOPPER)
-        return int(attention.merge_slices(tiles, splits, dim, more, common.TILING_HOPPER, limit))
+        return int(attention.merge_slices(32 * batch, splits, dim, more, common.TILING_HOPPER))
 
-    assert [slices(32 * batch, 131072) for batch in (1, 2, 4, 8)] == [4, 4, 2, 1]
-    assert slices(32, 8192) == 1, "there is little to merge"
-    assert slices(32, 131072, 64) == 2 and slices(32, 131072, 512, 64) == 1
-    for processors in (0, 20, 108, 132):  # of a launch of chains: those that wait are fewer
-        assert all(
-            (slices(tiles, 131072, limit=processors) - 1) * tiles < max(processors, 1) for tiles in range(1, 300)
-        )
-    assert [slices(8 * batch, 131072, limit=132) for batch in (1, 4, 8, 16)] == [4, 4, 2, 1]
+    assert [slices(batch, 131072) for batch in (1, 2, 4, 8)] == [4, 4, 2, 1]
+    assert slices(1, 8192) == 1, "there is little to merge"
+    assert slices(1, 131072, 64) == 2 and slices(1, 131072, 512, 64) == 1
 
 
 @pytest.mark.parametrize("lanes", [1, 3])

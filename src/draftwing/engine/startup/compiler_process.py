@@ -53,7 +53,6 @@ class Job(NamedTuple):
     kv_dtype: torch.dtype
     capability: tuple[int, int]  # of the device
     memory: int  # bytes of the device
-    processors: int  # its multiprocessors
 
 
 class Compiler:

@@ -116,7 +116,7 @@ def _say(engine: Connection, *words: str) -> None:
 def _compile(job: Job, say: Callable[[str, str], None]) -> None:
     """say: is told the stages all of whose kernels are compiled, in their order, and what that took."""
     started, running, told = time.monotonic(), list[Future[Any]](), set[str]()
-    leave_gpu(job)
+    leave_gpu(job.capability, job.memory)
     count = max(1, min(processors().threads - 1, _MAX_PROCESSES))
     with ThreadPoolExecutor(1) as teller, ProcessPoolExecutor(count, get_context("fork")) as pool:
 
@@ -143,15 +143,15 @@ def _compile(job: Job, say: Callable[[str, str], None]) -> None:
             one.result()
 
 
-def leave_gpu(job: Job) -> None:
-    """Has Triton compile for the device of a job from now on, in a process that uses none."""
+def leave_gpu(capability: tuple[int, int], memory: int) -> None:
+    """Has Triton compile for a device with so much memory from now on, in a process that uses none."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from draftwing.ops.triton.common import Gpu, say_gpu
+    from draftwing.ops.triton.common import leave_memory
 
-    driver.set_active(_Driver(GPUTarget("cuda", job.capability[0] * 10 + job.capability[1], 32)))
-    say_gpu(Gpu(job.memory, job.processors))
+    driver.set_active(_Driver(GPUTarget("cuda", capability[0] * 10 + capability[1], 32)))
+    leave_memory(memory)
 
 
 def collect(
@@ -174,7 +174,7 @@ def collect(
         found(launches[-1])
         return True  # there is no need to compile it
 
-    leave_gpu(job)
+    leave_gpu(job.capability, job.memory)
     knobs.runtime.jit_cache_hook = note
     try:
         models = [model_without_data(job, rank) for rank in _unlike_ranks(job)]

@@ -29,7 +29,7 @@ from draftwing.ops.attention.triton_common import (
 )
 from draftwing.ops.attention.triton_groups import CHUNK, NODES, TreeGroups, tree_groups
 from draftwing.ops.attention.triton_tree import ragged_tiles, tree_kernel
-from draftwing.ops.triton.common import gpu_of, keep_cache, launch_options
+from draftwing.ops.triton.common import keep_cache, launch_options, memory_of
 
 WINDOW_BYTES = 16 << 10  # most of a masked window's keys: they lie in shared memory, and so do their values
 WINDOW_DEPTH = 32  # longest path that is looked for in a masked window: the search is unrolled
@@ -43,7 +43,7 @@ def partial_bytes(device: torch.device) -> int:
 
     Four trees of 16 nodes of an 8B Llama with 131,072 positions need 281 MB. In one program for each tile and row they
     leave three of four multiprocessors without work."""
-    return max(PARTIAL_BYTES, 1 << max(gpu_of(device).memory // PARTIAL_SHARE, 1).bit_length() - 1)
+    return max(PARTIAL_BYTES, 1 << max(memory_of(device) // PARTIAL_SHARE, 1).bit_length() - 1)
 
 
 class Workspace:
@@ -53,7 +53,6 @@ class Workspace:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.room = partial_bytes(device)  # of one launch's partial results
-        self.processors = gpu_of(device).processors
         self._kept: dict[str, Tensor] = {}
         self._outgrown: list[Tensor] = []  # captured graphs still name their addresses
 
@@ -112,14 +111,14 @@ def plan(
     return Plan(exact, two, rows, lanes, splits if lanes > 1 else 2 if two else 0)
 
 
-def merge_slices(programs: int, splits: int, dim: int, more: int, tiling: Tiling, limit: int) -> int:
-    """Returns how many programs share the merge of a tile, each with a part of the values' elements. programs: tiles;
-    splits: of a page table; dim, more: as `key_parts` has them; limit: programs that may do so at a time.
+def merge_slices(programs: int, splits: int, dim: int, more: int, tiling: Tiling) -> int:
+    """Returns how many programs share a tile of the second launch, each with a part of the values' elements. programs:
+    tiles; splits: of a page table; dim, more: as `key_parts` has them.
 
     Splits are merged one after the other, and behind a long context that takes longer than all else of the launch."""
     slices = 1
     if not more and splits >= tiling.shared_merge:
-        while slices < 4 and padded(dim) > 32 * slices and 2 * slices * programs <= limit:
+        while slices < 4 and padded(dim) > 32 * slices and 2 * slices * programs <= tiling.programs:
             slices *= 2
     return slices
 
@@ -213,13 +212,10 @@ def tree_attention(
         front, step, at_once, steps = (padded(window), 1, 1, 1)
         if how.exact:
             front, step, at_once, steps = _own_tiling(queries, own_lanes, group, tile, tiling)
-        merge_rows, slices, mergers = min(16, tile, triton.next_power_of_2(queries * group)), 1, 1
-        merging = kv_heads * tiles * times, split_count(table.shape[1], tiling), dim, more, tiling
+        merge_rows, slices = min(16, tile, triton.next_power_of_2(queries * group)), 1
         if phase == 2:
-            slices = merge_slices(*merging, tiling.programs)
-        elif phase == 0 and how.lanes > 1:  # those that wait for others leave room for these
-            mergers = merge_slices(*merging, workspace.processors)
-        width = padded(dim) // max(slices, mergers)
+            slices = merge_slices(kv_heads * tiles * times, split_count(table.shape[1], tiling), dim, more, tiling)
+        width = padded(dim) // slices
         launched = tree_kernel[(lanes * slices, kv_heads * tiles, times)](
             q, kv, table, rows, prefix_len, path, path_len, *own, starts, batch, kind.sinks, out, parts, stats, tickets,
             scale_of(dim, kind) * scales[0], scales[kv.shape[2] - 1], q.stride(0), table.stride(0), how.parts, window,
@@ -228,8 +224,8 @@ def tree_attention(
             LONG=tiling.long, LANES=own_lanes, FRONT=front, STEP=step, AT_ONCE=at_once, STEPS=steps, EXACT=how.exact,
             CAP=kind.cap, PHASE=phase,
             ONE_LANE=how.lanes == 1, MERGE_ROWS=merge_rows,
-            MERGE=min(32, (128 << 7) // (merge_rows * width)), STAGES=stages, SLICES=slices, MERGERS=mergers,
-            MOST_LANES=triton.next_power_of_2(tiling.programs), INPUTS_READY=inputs_ready,
+            MERGE=min(16, (128 << 7) // (merge_rows * width)), STAGES=stages, SLICES=slices,
+            INPUTS_READY=inputs_ready,
             num_warps=warps_of(tile, tiling), **ROUNDING, **launch_options(q.device),
         )  # fmt: skip
         keep_cache(launched)

@@ -74,11 +74,11 @@ def _merge_parts(
 @triton.jit
 def _merge_rows(
     out, parts, stats, sinks, first_part, first_split, splits, first_query, queries, head, tile, dim, v_scale,
-    QUERIES: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """Merges a tile's splits [first_split, splits) and stores its result, MERGE_ROWS rows at a time: those of a tile
-    that can be real. first_query, queries: of the batch row's; dim [W]: which elements"""
+    that can be real. first_query, queries: of the batch row's"""
     for first in tl.static_range(0, ROWS, MERGE_ROWS):
         flat = tile * ROWS + first + tl.arange(0, MERGE_ROWS)
         node = flat // GROUP
@@ -87,36 +87,11 @@ def _merge_rows(
             stride = queries * GROUP
             top, den, acc = _merge_parts(
                 parts, stats, first_part + flat + first_split * stride, stride, splits - first_split, valid, dim, DIM,
-                W, MERGE_ROWS, MERGE,
+                DIM_PAD, MERGE_ROWS, MERGE,
             )  # fmt: skip
             own_head = head * GROUP + flat % GROUP
             row = (first_query + node) * HEADS + own_head
             store_mean(out, row, top, den, acc, sinks, own_head, v_scale, valid, dim, DIM)
-
-
-@triton.jit
-def _merging_turns(
-    ticket, origin, span, lanes, SHORT: tl.constexpr, TIER: tl.constexpr, LONG: tl.constexpr, MERGERS: tl.constexpr,
-    MOST_LANES: tl.constexpr,
-):  # fmt: skip
-    """Of the lanes of a tile that have splits the MERGERS last to come merge them together, each some of the elements,
-    once all have stored: they wait for each other -> (which of them this is, how many they are, lanes with splits).
-    The first number is below 0 for one that came before.
-
-    One program alone takes 60 us for 268 splits of 16 rows, an H200, for it has a 132th of the device to read with. No
-    program waits for one that finds no place on the device: the host sees that the waiting ones are fewer than these.
-    """
-    every = tl.arange(0, MOST_LANES)
-    begins = splits_of(origin + (span * every // lanes).to(tl.int32), SHORT, TIER, LONG)
-    ends = splits_of(origin + (span * (every + 1) // lanes).to(tl.int32), SHORT, TIER, LONG)
-    count = tl.sum(((every < lanes) & (ends > begins)).to(tl.int32), 0)
-    mergers = tl.minimum(count, MERGERS)
-    tl.debug_barrier()  # all threads have stored before one of them takes the ticket
-    came = tl.atomic_add(ticket, 1, sem="acq_rel")
-    if came >= count - mergers:
-        while tl.atomic_add(ticket, 0, sem="acquire") < count:
-            pass
-    return came - (count - mergers), mergers, count
 
 
 @triton.jit
@@ -305,11 +280,10 @@ def tree_kernel(
     FRONT: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr,
     CAP: tl.constexpr, PHASE: tl.constexpr,
     ONE_LANE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr,
-    SLICES: tl.constexpr, MERGERS: tl.constexpr, MOST_LANES: tl.constexpr, INPUTS_READY: tl.constexpr,
-    PDL: tl.constexpr,
+    SLICES: tl.constexpr, INPUTS_READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (lanes, KV_HEADS * TILES, B). Program (l, h, b): a run of the splits of a tile of one key head; of a tile's
-    programs the last MERGERS to finish merge what all stored. ONE_LANE: a tile's only program merges in registers.
+    programs the last to finish merges what all stored. ONE_LANE: a tile's only program merges in registers.
 
     INPUTS_READY: as `AttnBackend.bind` has it. A program then finds its splits, and asks for the first one's keys,
     while the kernel before still runs. Most lanes of a short context have none, and end: the next kernel, whose blocks
@@ -481,14 +455,11 @@ def tree_kernel(
             store_mean(out, out_row, top, column(den), acc, sinks, own_head, v_scale, valid, dim, DIM)
         else:
             _store_part(parts, stats, part + split * stride, top, column(den), acc, valid, dim, DIM)
+            tl.debug_barrier()  # all threads have stored before one of them takes the ticket
             ticket = tickets + tl.program_id(2) * (KV_HEADS * TILES) + tl.program_id(1)
-            turn, mergers, count = _merging_turns(ticket, origin, span, lanes, SHORT, TIER, LONG, MERGERS, MOST_LANES)
-            if turn >= 0:
-                W0: tl.constexpr = DIM_PAD // MERGERS
-                for which in range(turn, MERGERS, mergers):
-                    _merge_rows(
-                        out, parts, stats, sinks, first_part, first_split, splits, first_query, queries, head, tile,
-                        which * W0 + tl.arange(0, W0), v_scale, QUERIES, HEADS, GROUP, DIM, W0, ROWS, MERGE_ROWS, MERGE,
-                    )  # fmt: skip
-                if tl.atomic_add(ticket, 1, sem="acq_rel") == count + mergers - 1:  # nobody looks at it any more
-                    tl.store(ticket, 0)
+            if tl.atomic_add(ticket, own_splits, sem="acq_rel") + own_splits == splits - first_split:
+                _merge_rows(
+                    out, parts, stats, sinks, first_part, first_split, splits, first_query, queries, head, tile, dim,
+                    v_scale, QUERIES, HEADS, GROUP, DIM, DIM_PAD, ROWS, MERGE_ROWS, MERGE,
+                )  # fmt: skip
+                tl.store(ticket, 0)

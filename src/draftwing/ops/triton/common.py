@@ -15,7 +15,7 @@ import ctypes
 import functools
 import math
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -58,27 +58,19 @@ def is_hopper() -> bool:
     return target.backend == "cuda" and target.arch == 90
 
 
-class Gpu(NamedTuple):
-    """Bytes and multiprocessors, 0 where there is no GPU."""
-
-    memory: int = 0
-    processors: int = 0
+_ABSENT_GPU = {"memory": 0}  # of the one for which this process compiles without having it
 
 
-_ABSENT_GPU = [Gpu()]  # for which this process compiles without having it
+def leave_memory(memory: int) -> None:
+    """Has tensors without data be those of a GPU with so many bytes from now on."""
+    _ABSENT_GPU["memory"] = memory
 
 
-def say_gpu(gpu: Gpu) -> None:
-    """Has tensors without data be those of this GPU from now on."""
-    _ABSENT_GPU[0] = gpu
-
-
-def gpu_of(device: torch.device) -> Gpu:
-    """Returns what a device is, also the one for which kernels are compiled."""
+def memory_of(device: torch.device) -> int:
+    """Returns bytes of a GPU, also of the one for which kernels are compiled; 0 where there is none."""
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        return Gpu(found.total_memory, found.multi_processor_count)
-    return _ABSENT_GPU[0] if device.type == "meta" else Gpu()
+        return torch.cuda.get_device_properties(device).total_memory
+    return _ABSENT_GPU["memory"] if device.type == "meta" else 0
 
 
 @triton.jit

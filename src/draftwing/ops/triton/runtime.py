@@ -8,7 +8,7 @@ from draftwing.ops.attention.triton_decode import partial_bytes
 from draftwing.ops.peer_sums import triton as peers
 from draftwing.ops.peer_sums.memory import Exchange, NoPeers
 from draftwing.ops.runtime import PeerSums, Runtime
-from draftwing.ops.triton.common import gpu_of, launch_options
+from draftwing.ops.triton.common import launch_options
 from draftwing.ops.triton.hashes import hash_all
 from draftwing.ops.upload import even
 
@@ -26,7 +26,6 @@ class TritonRuntime(Runtime):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.compute_capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        self.multiprocessors = gpu_of(device).processors
         self.attention_bytes = 2 * partial_bytes(device)
         self.reads_fp8_pool = (self.compute_capability or _FP8) >= _FP8
 
