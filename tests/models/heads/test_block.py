@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from group_ops import GroupTorchOps
 from reference.block_heads import dflash2_head, dflash_head, domino_head, dspark_head, speculators_head
 from reference.checkpoints import Checkpoint, llama_target
 from torch import Tensor
 
 from draftwing.config.trees import BLOCK, BRANCHED_BLOCK, TreeShape, carried_shape, grown_shape
 from draftwing.errors import CheckpointError
+from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.block import BlockHead, DominoHead
 from draftwing.models.heads.loader import load_draft_head
@@ -57,6 +60,28 @@ def test_rows_of_the_targets_lm_head(target: DecoderModel, tmp_path: Path) -> No
     assert head.vocab == 8 and torch.equal(head.target_ids, ids) and head.config_of_block.tied
     hidden = torch.randn(3, head.width, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(head.logits(hidden), hidden @ TARGET.tensors["lm_head.weight"][ids].t())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "make"), [("DFLASH", dflash_head), ("DSPARK", dspark_head), ("DFLASH2", dflash2_head)]
+)
+@pytest.mark.parametrize("scheme", ["int8", "w4a16"])
+def test_in_fewer_bits(algorithm: str, make: Callable[[Checkpoint], Checkpoint], scheme: str, tmp_path: Path) -> None:
+    """As beside a quantised target on a GPU, whose head is quantised when it is loaded."""
+    stored = llama_target(4, num_hidden_layers=5, vocab_size=64, hidden_size=128, head_dim=32, intermediate_size=128)
+    target = load_model(stored.write(tmp_path / "target"), torch.bfloat16, "cpu")
+    folder, ops = make(stored).write(tmp_path / "head"), GroupTorchOps(torch.device("cpu"))
+    dense, found = (
+        load_draft_head(folder, target, algorithm, torch.bfloat16, "cpu", weight_format=form)
+        for form in (DENSE, GroupFormat(scheme, ops))
+    )
+    for head in (dense, found):
+        head.pack(ops)
+    features = torch.randn(7, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert isinstance(dense, BlockHead) and isinstance(found, BlockHead) and dense.text_kv and found.text_kv
+    expected, values = dense.text_kv(features), found.text_kv(features)
+    assert found.text_kv.op.sizes and not dense.text_kv.op.sizes, "one is quantised"
+    assert 0 < (values - expected).norm() / expected.norm() < {"int8": 0.02, "w4a16": 0.2}[scheme]
 
 
 def test_layers_where_the_config_names_none(target: DecoderModel, tmp_path: Path) -> None:

@@ -194,15 +194,21 @@ class Groups(Dense):
             return part
         return self._format.ops.pack_groups(rows, self._dtype)
 
-    def _dequantise_all(self) -> None:
-        """What one kernel does not read at once: parts that are dense, or quantised in different ways."""
+    def dense_weight(self) -> Tensor:
+        """Returns the weight, dequantised; a copy where any of it is quantised, and until it is packed."""
+        if not self._parts:
+            return super().dense_weight()
         device = next(iter(self._parts.values())).codes.device
         weight = getattr(self.layer, "weight", None)
-        if weight is None:
-            weight = torch.empty(self.layer.out_features, self.layer.in_features, dtype=self._dtype, device=device)
-            self.layer.weight = nn.Parameter(weight, False)
+        shape = self.layer.out_features, self.layer.in_features
+        made = torch.empty(shape, dtype=self._dtype, device=device) if weight is None else weight.detach().clone()
         for start, part in self._parts.items():
-            weight.detach()[start : start + part.rows] = dequantised(part, self._dtype)
+            made[start : start + part.rows] = dequantised(part, self._dtype)
+        return made
+
+    def _dequantise_all(self) -> None:
+        """What one kernel does not read at once: parts that are dense, or quantised in different ways."""
+        self.layer.weight = nn.Parameter(self.dense_weight(), False)
         self._parts.clear()
 
 
