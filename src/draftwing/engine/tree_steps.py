@@ -157,8 +157,8 @@ class TreeSteps:
         return self._propose(wanted)
 
     def _begun(self, special: Plan, wanted: DraftStep) -> bool:
-        """Returns whether a captured draft knows what it has to of the edits: of its first level it does, and deeper
-        ones are drafted without, for it takes a third of the time (8B, EAGLE-3: 2 ms in place of 13)."""
+        """Returns whether a captured draft knows what it has to of the edits: its first level does. Deeper ones are
+        drafted without, for a step takes 8 ms then and not 18 (8B, EAGLE-3, one request, an H200)."""
         return self._drafter is None or not len(special.edited) or self._drafter.begin(wanted)
 
     def _verify(self, drafted: DraftBatch) -> Verified:
