@@ -88,3 +88,33 @@ def test_garbled_answers_are_read_alike_in_any_pieces(style: MessageStyle, answe
                 value = pydantic_core.from_json(arguments, allow_partial=True, allow_inf_nan=False)
                 assert isinstance(value, dict)
     assert calls or style.start == "closed" or style.reasoning is not None
+
+
+ONLY_CALLS = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n<tool_call>\n'
+    '{"name": "g", "arguments": {"y": [1, {}]}}\n</tool_call>',
+    "mistral": '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {"y": [1, {}]}}]',
+    "llama3": '<|python_tag|>{"name": "f", "parameters": {"x": 1}}',
+    "json": '[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {"y": [1, {}]}}]',
+}
+
+
+@pytest.mark.parametrize("name", ONLY_CALLS)
+@pytest.mark.parametrize("reasons", [False, True])
+def test_an_answer_of_calls_alone_has_no_text_wherever_it_is_cut(name: str, reasons: bool) -> None:
+    style = MessageStyle(tools=TOOL_STYLES[name], names=("f", "g"), constrained=True, only_calls=True)
+    text = ONLY_CALLS[name]
+    if reasons:
+        style, text = dataclasses.replace(style, reasoning=REASONING_STYLES["qwen3"], start="free"), BLOCK + text
+    whole, _ = read(style, text, [])
+    expected = [(call.name, call.arguments) for call in whole.calls]
+    assert expected[0] == ("f", '{"x": 1}') and not whole.content
+    for end in range(len(BLOCK) if reasons else 0, len(text) + 1):
+        for sizes in ([], [1] * end, [3] * end):
+            reader, parts = read(style, text[:end], sizes)
+            assert not reader.content and not any(isinstance(part, str) for part in parts), text[:end]
+            found = [(call.name, call.arguments) for call in reader.calls]
+            assert len(found) <= len(expected) and found[:-1] == expected[: len(found[:-1])]
+            assert not found or expected[len(found) - 1][1].startswith(found[-1][1])
+    some, _ = read(dataclasses.replace(style, only_calls=False), text[:-3], [])
+    assert [call.name for call in some.calls] == [name for name, _ in expected]

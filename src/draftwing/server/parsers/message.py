@@ -73,9 +73,10 @@ class MessageReader:
         self.reasoning_tokens = 0
         self._style, self._tokenizer = style, tokenizer
         self._thoughts = None if style.reasoning is None else ReasoningParser(style.reasoning, style.start)
-        self._tools = (
-            None if style.tools is None else ToolParser(style.tools, style.names, style.parallel, style.constrained)
-        )
+        self._tools = None
+        if style.tools is not None:
+            only_calls = style.only_calls and style.constrained
+            self._tools = ToolParser(style.tools, style.names, style.parallel, style.constrained, only_calls)
         self._held = ""  # reasoning that is not streamed
         self._written: list[str] = []  # arguments of the newest call, also where it is of a custom tool
         self._input: InputReader | None = None  # of that, where it is of a custom tool

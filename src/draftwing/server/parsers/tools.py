@@ -104,13 +104,16 @@ class ToolParser:
     """
 
     def __init__(
-        self, style: ToolStyle, names: Collection[str], parallel: bool = True, needs_marker: bool = False
-    ) -> None:
+        self, style: ToolStyle, names: Collection[str], parallel: bool = True, needs_marker: bool = False,
+        only_calls: bool = False,
+    ) -> None:  # fmt: skip
         """names: of the functions.  parallel: whether calls after the first are given out.  needs_marker: nothing is a
-        call without the family's marker. Else it may be left out at the start of the answer and behind another call."""
+        call without the family's marker. Else it may be left out at the start of the answer and behind another call.
+        only_calls: a grammar holds the answer to them: what is cut before its arguments is one, and no text."""
         self._style, self._names, self._parallel = style, frozenset(names), parallel
         forms = (style.separator, style.given_id, "{") if style.separator else ()
         self._openings = sorted(f"{name}{form}" for name in self._names for form in forms)
+        self._only_calls = only_calls
         self._starts = style.bare or ("" if needs_marker else "{")
         self._step = self._text
         self._fresh = True  # nothing but whitespace has come
@@ -374,7 +377,9 @@ class ToolParser:
 
     def _finish(self) -> None:
         held, end = "" if self._trim else "".join(self._held), self._style.end
-        if self._step == self._after:
+        if self._only_calls and (self._step != self._text or not self._said):
+            pass
+        elif self._step == self._after:
             body = held.lstrip(_BETWEEN_CALLS)
             # A cut end marker is dropped with the whitespace before it: the call is complete.
             cut = (end and end.startswith(body)) or (self._fenced and "```".startswith(body))
