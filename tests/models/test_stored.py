@@ -54,12 +54,13 @@ def test_broken_files_say_nothing(tmp_path: Path, content: bytes) -> None:
     for name in ("model.safetensors", "m.gguf"):
         (tmp_path / name).write_bytes(content)
     assert stored_as(tmp_path) == {
-        "format": "safetensors", "values": 0, "type": "bfloat16", "bytes": len(content)
+        "format": "safetensors", "architecture": "", "values": 0, "type": "bfloat16", "bytes": len(content)
     }  # fmt: skip
     assert stored_as(tmp_path / "m.gguf")["values"] == stored_as(tmp_path / "none")["values"] == 0
 
 
 def test_what_is_changed_is_read_anew(tmp_path: Path) -> None:
+    (tmp_path / "gone").symlink_to("nowhere")  # as in a cache that was tidied
     for size in (8, 16):
         (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": f"of {size}"}))
         save_file({"a": torch.zeros(size, 2)}, tmp_path / "model.safetensors")

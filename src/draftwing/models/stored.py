@@ -29,13 +29,14 @@ _BESIDE = re.compile(r"(scales?|scale_inv|scale_2|zeros|zero_point|g_idx|shape|a
 
 
 def stored_as(path: Path) -> dict[str, Any]:
-    """Returns how a model is stored, a `.gguf` file with its parts or a folder: format, number of values, the type of
-    most of them (of a folder what its config.json calls so), and bytes of the weights. What is not said is 0 or
-    empty."""
+    """Returns how a model is stored, a `.gguf` file with its parts or a folder: format, architecture by its name there,
+    number of values, the type of most of them (of a folder what its config.json calls so), and bytes of the weights.
+    What is not said is 0 or empty."""
     is_file = path.suffix == ".gguf"
-    found = {"format": "gguf" if is_file else "safetensors", "values": 0, "type": "", "bytes": 0}
+    form = "gguf" if is_file else "safetensors"
+    found = {"format": form, "architecture": "", "values": 0, "type": "", "bytes": 0}
     with contextlib.suppress(*_WRONG):
-        places = [path] if is_file else [path, *path.iterdir()]
+        places = [path] if is_file else [path, *filter(Path.exists, path.iterdir())]
         found |= _read(path, max(place.stat().st_mtime_ns for place in places))
     return found
 
@@ -45,9 +46,11 @@ def _read(path: Path, changed: int) -> Mapping[str, Any]:
     if path.suffix == ".gguf":
         file = open_gguf(path)
         values = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
-        return {"values": values, "type": main_type(file), "bytes": file.size}
+        own = {"architecture": str(file.metadata.get("general.architecture", ""))}
+        return {**own, "values": values, "type": main_type(file), "bytes": file.size}
     config = read_config_json(path)
-    found: dict[str, Any] = {"type": stored_type(config)}
+    names = config.get("architectures") or [""]
+    found: dict[str, Any] = {"architecture": str(names[0]), "type": stored_type(config)}
     with contextlib.suppress(*_WRONG):  # or they are no safetensors
         files = weight_files(path)
         found |= {"bytes": sum(file.stat().st_size for file in files)}

@@ -162,6 +162,7 @@ def test_sizes_and_formats_are_those_of_the_loaded_model(tmp_path: Path, kind: s
     with client_of(engine) as client:
         (loaded,) = client.get("/api/tags").json()["models"]
         shown_loaded = client.post("/api/show", json={"model": "m"}).json()
+    assert card["details"] == shown["details"] and card["details"]["family"] == ("llama" if kind == "gguf" else "qwen2")
     for name in ("format", "parameter_size", "quantization_level"):
         assert card["details"][name] == shown["details"][name] == loaded["details"][name] != ""
     assert card["size"] == loaded["size"]

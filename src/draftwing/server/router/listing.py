@@ -86,13 +86,13 @@ class Listing:
 def show(model: Model) -> dict[str, Any]:
     """Returns what /api/show says of a model that is not loaded, as far as its files say it; blocks."""
     card, about = _from_files(model), _about(model)
-    family, template = about.get("family", ""), about.get("template", "")
+    family, template = card["details"]["family"], about.get("template", "")
     context = {f"{family}.context_length": about["context"]} if "context" in about else {}
     return {
         "modelfile": "",
         "parameters": "",
         "template": template,
-        "details": card["details"] | {"family": family, "families": [family]},
+        "details": card["details"],
         "model_info": {
             "general.architecture": family,
             "general.parameter_count": _stored(model, model_files(model.served))["values"],
@@ -118,6 +118,7 @@ def _from_files(model: Model) -> dict[str, Any]:
     files, name = model_files(model.served), model.served.name
     weights = [file for file in files if file.suffix in WEIGHTS]
     found = _stored(model, files)
+    family = _family(found["architecture"])
     return {
         "name": name,
         "model": name,
@@ -127,12 +128,16 @@ def _from_files(model: Model) -> dict[str, Any]:
         "details": {
             "parent_model": "",
             "format": found["format"],
-            "family": "",
-            "families": [],
+            "family": family,
+            "families": [family] if family else [],
             "parameter_size": rounded(found["values"]),
             "quantization_level": found["type"],
         },
     }
+
+
+def _family(architecture: str) -> str:
+    return architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration").lower()
 
 
 def _stored(model: Model, files: Sequence[Path]) -> dict[str, Any]:
@@ -141,7 +146,7 @@ def _stored(model: Model, files: Sequence[Path]) -> dict[str, Any]:
 
 
 def _about(model: Model) -> dict[str, Any]:
-    """Returns family, context, template and whether it reads images, as far as files say them."""
+    """Returns context, template and whether it reads images, as far as files say them."""
     files = {file.name: file for file in model_files(model.served)}
     first = next((file for file in files.values() if file.suffix == ".gguf"), None)
     try:
@@ -156,7 +161,6 @@ def _about(model: Model) -> dict[str, Any]:
         else:
             data = json.loads(files["config.json"].read_text())
             architecture = str((data.get("architectures") or [""])[0])
-            family = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration").lower()
             does = next((does for end, does in _SILENT.items() if architecture.endswith(end)), None)
             text = {**data, **(data.get("text_config") or {})}  # of models that read images, too
             found = {"context": text.get("max_position_embeddings"), "does": does}
@@ -164,7 +168,7 @@ def _about(model: Model) -> dict[str, Any]:
             found["template"] = _template(model, files["config.json"].parent) if does is None else ""
     except (OSError, ValueError, LookupError, TypeError, AttributeError, DraftwingError):
         return {}
-    return {"family": family} | {name: value for name, value in found.items() if value not in (None, "")}
+    return {name: value for name, value in found.items() if value not in (None, "")}
 
 
 def _template(model: Model, place: Path) -> str:
