@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import DeltaSpec, StateSpec
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes, check_taps
 from draftwing.layers.linear import Linear
 from draftwing.layers.norm import RMSNorm
 from draftwing.ops.attention.attend import Attend
@@ -25,6 +24,7 @@ from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
 from draftwing.ops.table import LayerOps
 from draftwing.parallel.cut import Cut, ordered
 from draftwing.parallel.ranks import Ranks, Share
+from draftwing.parallel.shares import own_channels
 
 _NORMS = ("dt", "b", "c")
 
@@ -53,19 +53,11 @@ class Mamba1Config(MixerConfig):
         return self.channels * (3 * hidden + sum(self.small) + self.step_rank)
 
     def check(self) -> None:
-        for name in ("channels", "state_size", "step_rank"):
-            if getattr(self, name) < 1:
-                raise CheckpointError(f"{name} of a state-space layer must be at least 1, found {getattr(self, name)}")
-        if self.conv_width < 2:
-            raise CheckpointError(f"taps of a convolution must be at least 2, found {self.conv_width}")
+        check_sizes(self, ("channels", "state_size", "step_rank"), " of a state-space layer")
+        check_taps(self.conv_width)
 
     def spread(self, ranks: Ranks) -> Mamba1Config:
-        if self.channels % ranks.size:
-            raise ConfigError(
-                f"--tp-size {ranks.size}: expected a number that divides the {self.channels} channels of the model's "
-                f"state-space layers; found {ranks.size}"
-            )
-        return replace(self, channels=self.channels // ranks.size)
+        return replace(self, channels=own_channels(ranks, self.channels, "state-space layers"))
 
     def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
         """Each rank has some channels; step sizes, B and C are made of all of them on each."""

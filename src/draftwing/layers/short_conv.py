@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from draftwing.errors import ConfigError
 from draftwing.kv.pool import StateSpec
 from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_taps
 from draftwing.layers.linear import Linear
 from draftwing.ops.attention.attend import Attend
 from draftwing.parallel.cut import Cut, ordered
 from draftwing.parallel.ranks import Ranks, Share
+from draftwing.parallel.shares import own_channels
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,7 @@ class ShortConvConfig(MixerConfig):
         check_taps(self.width)
 
     def spread(self, ranks: Ranks) -> ShortConvConfig:
-        if self.channels % ranks.size:
-            raise ConfigError(
-                f"--tp-size {ranks.size}: expected a number that divides the {self.channels} channels of the model's "
-                f"convolutions; found {ranks.size}"
-            )
-        return replace(self, channels=self.channels // ranks.size)
+        return replace(self, channels=own_channels(ranks, self.channels, "convolutions"))
 
     def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
         own, all_of_them = self.spread(ranks).channels, self.channels

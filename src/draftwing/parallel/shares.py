@@ -24,6 +24,16 @@ def own_heads(ranks: Ranks, heads: int, groups: int, what: str) -> tuple[range, 
     return range(start, end), range(group, group + 1)
 
 
+def own_channels(ranks: Ranks, channels: int, what: str) -> int:
+    """Returns how many channels one rank has of the model's `what`. Raises ConfigError where ranks would differ."""
+    if channels % ranks.size:
+        raise ConfigError(
+            f"--tp-size {ranks.size}: expected a number that divides the {channels} channels of the model's {what}; "
+            f"found {ranks.size}"
+        )
+    return channels // ranks.size
+
+
 def ranks_of_group(ranks: Ranks, groups: int) -> range:
     """Returns those that have heads of this rank's group, where there are fewer groups than ranks."""
     group = ranks.rank * groups // ranks.size
