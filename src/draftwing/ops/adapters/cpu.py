@@ -10,7 +10,7 @@ from torch import Tensor
 from draftwing.ops.adapters.spec import AdapterOps, AdapterWeights
 from draftwing.ops.cpu.arguments import addresses, with_rows
 from draftwing.ops.cpu.extension import DTYPES, load_extension
-from draftwing.ops.cpu.runtime import CpuRuntime
+from draftwing.ops.cpu.runtime import InC
 
 _DOWN, _UP = 1, 2
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # of factors, as C numbers them
@@ -84,11 +84,8 @@ def _packed_up(up: Tensor) -> Tensor:
     return torch.cat([groups.flatten(2), scales.contiguous().view(torch.uint8)], 2)
 
 
-class CpuAdapterOps(AdapterOps):
+class CpuAdapterOps(InC, AdapterOps):
     """Takes real tensors in float32 or bfloat16; others go to torch."""
-
-    def __init__(self, runtime: CpuRuntime) -> None:
-        self.raw, self.workers = runtime.raw, runtime.workers
 
     def empty_adapters(
         self, slots: int, rank: int, inputs: int, ends: list[int], dtype: torch.dtype, device: torch.device,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from draftwing.ops.assign.spec import AssignOps, spare_trees
 from draftwing.ops.attention.batch import Ragged
 from draftwing.ops.cpu.arguments import ints
+from draftwing.ops.cpu.runtime import InC
 from draftwing.ops.types import (
     Assigned,
     Calibration,
@@ -22,12 +21,8 @@ from draftwing.ops.types import (
 )
 
 
-class CpuAssignOps(AssignOps):
+class CpuAssignOps(InC, AssignOps):
     """Overrides all of `AssignOps`."""
-
-    def __init__(self, raw: Any) -> None:
-        """raw: the extension module."""
-        self.raw = raw
 
     def rank(self, draft: Draft, tree: Tree, rows: Tensor, dummy: int, calibration: Calibration) -> Ranked:
         batch, nodes = draft.parent.shape

@@ -35,7 +35,7 @@ class CpuOps(TorchOps):
 
     def __init__(self, device: torch.device) -> None:
         runtime = CpuRuntime(device)
-        raw, rows = runtime.raw, CpuRowOps(runtime)
+        rows = CpuRowOps(runtime)
         elementwise = CpuElementwiseOps(runtime, rows)
         norms = CpuNormOps(runtime, rows, elementwise)
         gemms, experts = CpuGemmOps(runtime, rows), CpuExpertOps(runtime, norms)
@@ -52,12 +52,12 @@ class CpuOps(TorchOps):
             gemms=gemms,
             experts=experts,
             adapters=CpuAdapterOps(runtime),
-            tree=CpuTreeOps(raw),
-            assign=CpuAssignOps(raw),
-            merge=CpuMergeOps(raw),
+            tree=CpuTreeOps(runtime),
+            assign=CpuAssignOps(runtime),
+            merge=CpuMergeOps(runtime),
             sampling=sampling,
             expansion=expansion,
-            states=CpuStateOps(raw),
+            states=CpuStateOps(runtime),
             attention=partial(native_attention, runtime),
         )
         self.row_reader, self.head_products, self.head_top_k = gemms.row_reader, gemms.head_products, gemms.head_top_k

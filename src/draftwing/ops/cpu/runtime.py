@@ -52,6 +52,13 @@ class CpuRuntime(Runtime):
         return f"{self.name}, C for {isa.name}"
 
 
+class InC:
+    """A part of a CPU's operations that the C extension does."""
+
+    def __init__(self, runtime: CpuRuntime) -> None:
+        self.raw, self.workers = runtime.raw, runtime.workers
+
+
 class Spare:
     """Memory that calls need until they return, kept from one to the next: beyond 32 MB libc gives it back each time,
     and to get that of 512 rows page by page takes a fifth as long as the GEMMs of a layer's experts."""

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.cpu.extension import DTYPES
-from draftwing.ops.cpu.runtime import CpuRuntime
+from draftwing.ops.cpu.runtime import CpuRuntime, InC
 from draftwing.ops.elementwise.spec import ElementwiseOps
 from draftwing.ops.rows.cpu import CpuRowOps
 
 
-class CpuElementwiseOps(ElementwiseOps):
+class CpuElementwiseOps(InC, ElementwiseOps):
     """Takes real tensors in float32 or bfloat16, all of one dtype; others go to torch."""
 
     def __init__(self, runtime: CpuRuntime, rows: CpuRowOps) -> None:
-        self.raw, self.workers = runtime.raw, runtime.workers
+        super().__init__(runtime)
         self._rows = rows
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -6,17 +6,14 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.cpu.extension import DTYPES
-from draftwing.ops.cpu.runtime import CpuRuntime
+from draftwing.ops.cpu.runtime import InC
 from draftwing.ops.lm_head.spec import LogitOps
 
 
-class CpuLogitOps(LogitOps):
+class CpuLogitOps(InC, LogitOps):
     """Takes real tensors in float32 or bfloat16; others go to torch. Ids are not checked."""
 
     sums_logits = True
-
-    def __init__(self, runtime: CpuRuntime) -> None:
-        self.raw, self.workers = runtime.raw, runtime.workers
 
     def exact_logits(self, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         """A logit's bits depend on its row of `hidden` and its id alone."""

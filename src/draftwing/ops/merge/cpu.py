@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from draftwing.config.trees import MAX_CONFIDENCE, TreeShape
 from draftwing.ops.assign.spec import graded
 from draftwing.ops.cpu.arguments import empty_draft
+from draftwing.ops.cpu.runtime import InC
 from draftwing.ops.merge.spec import MergeOps
 from draftwing.ops.types import (
     Calibration,
@@ -17,12 +16,8 @@ from draftwing.ops.types import (
 )
 
 
-class CpuMergeOps(MergeOps):
+class CpuMergeOps(InC, MergeOps):
     """Overrides all of `MergeOps`."""
-
-    def __init__(self, raw: Any) -> None:
-        """raw: the extension module."""
-        self.raw = raw
 
     def merge(self, first: Draft, second: Draft, shape: TreeShape, calibration: Calibration) -> Draft:
         batch, nodes = first.tokens.shape[0], shape.nodes

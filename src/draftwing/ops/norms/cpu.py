@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.cpu.extension import DTYPES
-from draftwing.ops.cpu.runtime import CpuRuntime
+from draftwing.ops.cpu.runtime import CpuRuntime, InC
 from draftwing.ops.elementwise.cpu import CpuElementwiseOps
 from draftwing.ops.norms.spec import NormOps
 from draftwing.ops.rows.cpu import CpuRowOps
@@ -26,11 +26,11 @@ def _counted(rows: int) -> Tensor:
     return _steps(1 << rows.bit_length())[:rows]
 
 
-class CpuNormOps(NormOps):
+class CpuNormOps(InC, NormOps):
     """Takes real tensors in float32 or bfloat16, all of one dtype; others go to torch."""
 
     def __init__(self, runtime: CpuRuntime, rows: CpuRowOps, elementwise: CpuElementwiseOps) -> None:
-        self.raw, self.workers = runtime.raw, runtime.workers
+        super().__init__(runtime)
         self._rows, self._elementwise = rows, elementwise
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

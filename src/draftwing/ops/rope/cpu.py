@@ -6,15 +6,12 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.cpu.extension import DTYPES
-from draftwing.ops.cpu.runtime import CpuRuntime
+from draftwing.ops.cpu.runtime import InC
 from draftwing.ops.rope.spec import RopeOps
 
 
-class CpuRopeOps(RopeOps):
+class CpuRopeOps(InC, RopeOps):
     """Takes real tensors in float32 or bfloat16, all of one dtype; others go to torch."""
-
-    def __init__(self, runtime: CpuRuntime) -> None:
-        self.raw, self.workers = runtime.raw, runtime.workers
 
     def concat_rope(self, plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, factor: float = 1.0) -> Tensor:
         if plain.dtype not in DTYPES or type(plain) is not Tensor:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from draftwing.kv.pool import RowStates
+from draftwing.ops.cpu.runtime import InC
 from draftwing.ops.row_states.spec import StateOps
 
 
-class CpuStateOps(StateOps):
+class CpuStateOps(InC, StateOps):
     """No states are lazy here."""
-
-    def __init__(self, raw: Any) -> None:
-        """raw: the extension module."""
-        self.raw = raw
 
     def advance_states(self, states: RowStates, rows: Tensor, prefix_len: Tensor, nodes: int = 0) -> None:
         rows, prefix_len = rows.contiguous(), prefix_len.contiguous()

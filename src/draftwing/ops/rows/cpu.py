@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwing.ops.cpu.arguments import with_rows
-from draftwing.ops.cpu.runtime import CpuRuntime
+from draftwing.ops.cpu.runtime import InC
 from draftwing.ops.rows.spec import RowOps
 from draftwing.ops.runtime import RECORDED_ROWS
 
@@ -20,11 +20,8 @@ def _of_few(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.ones(RECORDED_ROWS, dtype=torch.int64), torch.empty(RECORDED_ROWS, width, dtype=dtype)
 
 
-class CpuRowOps(RowOps):
+class CpuRowOps(InC, RowOps):
     """Takes real tensors; others go to torch."""
-
-    def __init__(self, runtime: CpuRuntime) -> None:
-        self.raw = runtime.raw
 
     def concat_columns(self, *parts: Tensor) -> Tensor:
         if len(parts) > 3 or any(type(part) is not Tensor for part in parts):

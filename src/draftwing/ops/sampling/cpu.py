@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftwing.ops.cpu.arguments import addresses, ints
 from draftwing.ops.cpu.extension import DTYPES, MAX_TOPK
-from draftwing.ops.cpu.runtime import CpuRuntime
+from draftwing.ops.cpu.runtime import CpuRuntime, InC
 from draftwing.ops.cpu.workers import Workers
 from draftwing.ops.expansion.spec import TextEditor
 from draftwing.ops.sampling.spec import CANDIDATES, Exact, SamplingOps, without_banned
@@ -28,14 +28,14 @@ from draftwing.ops.types import (
 )
 
 
-class CpuSamplingOps(SamplingOps):
+class CpuSamplingOps(InC, SamplingOps):
     """Overrides all of `SamplingOps`."""
 
     draws_by_row = True
     edits_by_row = True
 
     def __init__(self, runtime: CpuRuntime) -> None:
-        self.raw, self.workers = runtime.raw, runtime.workers
+        super().__init__(runtime)
         self._scratches: dict[tuple[int, int], Any] = {}  # arrays
 
     def draw(

@@ -3,11 +3,10 @@ Rows of padding stay as they are."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from draftwing.ops.cpu.arguments import addresses, ints
+from draftwing.ops.cpu.runtime import InC
 from draftwing.ops.tree.spec import FRACTION_BITS, TreeOps
 from draftwing.ops.types import (
     AcceptedPath,
@@ -21,12 +20,8 @@ from draftwing.ops.types import (
 )
 
 
-class CpuTreeOps(TreeOps):
+class CpuTreeOps(InC, TreeOps):
     """Overrides all of `TreeOps`."""
-
-    def __init__(self, raw: Any) -> None:
-        """raw: the extension module."""
-        self.raw = raw
 
     def plain_inputs(self, table: RowTensors, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows, batch = rows.contiguous(), rows.shape[0]
