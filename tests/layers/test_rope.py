@@ -74,6 +74,20 @@ def test_tables_have_the_bits_that_they_have_on_other_machines() -> None:
     )
 
 
+@pytest.mark.parametrize("scaled", [{}, {"query_beta": 0.1, "query_shift": 3, "original_max_positions": 100}])
+@pytest.mark.parametrize("positions", [1, 256, 3000])
+def test_without_data_no_angle_is_computed(
+    scaled: dict[str, float], positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a shorter table is the beginning of a longer one."""
+    config = RopeConfig(**scaled)  # type: ignore[arg-type]
+    table, longer = (rope_table(config, 32, count, torch.bfloat16, "cpu") for count in (positions, 3001))
+    assert torch.equal(table, longer[:positions])
+    monkeypatch.setattr("draftwing.layers.rope.cos_sin", None)
+    empty = rope_table(config, 32, positions, torch.bfloat16, "meta")
+    assert empty.is_meta and empty.shape == table.shape and empty.dtype == table.dtype
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("fast", "slow"), [(32.0, 1.0), (400.0, 1.0), (32.0, 1e-4)])
 def test_yarn_equals_transformers_where_its_ramp_leaves_the_pairs(fast: float, slow: float) -> None:

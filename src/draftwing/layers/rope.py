@@ -139,21 +139,24 @@ def rope_table(
     """Returns [positions, 2, head_dim]: the factors that `rotate` takes, of angles in float32, rounded to float32 and
     stored in `dtype`; the same bits on every machine. [positions, 4, head_dim] where some queries have other ones than
     keys, which come first. positions: at most `MAX_POSITIONS`."""
-    freq = inverse_frequencies(config, head_dim)
-    place = np.arange(positions, dtype=np.float32)[:, None]
-    blocks = np.split(place, range(_BLOCK, positions, _BLOCK))  # that stay in a cache
-    cos, sin = map(np.concatenate, zip(*(cos_sin(block * freq) for block in blocks), strict=True))
-    for part in (cos, sin):
-        part[:, : (config.dims or head_dim) // 2] *= np.float32(config.attention_factor)  # others stay as they are
-    # The sign of the half-rotation is folded into the sine, so that `rotate` needs a roll instead of a negation.
-    table = np.concatenate((cos, cos, -sin, sin), -1).reshape(positions, 2, head_dim)
-    if config.query_beta:
-        shift = config.query_shift
-        turns = range((positions + shift - 1) // config.original_max_positions + 1)
-        scales = np.array([1 + config.query_beta * _log(1 + turn) for turn in turns], np.float32)
-        scale = scales.repeat(config.original_max_positions)[shift : positions + shift, None, None]
-        table = np.concatenate((table, table * scale), 1)
-    return torch.from_numpy(table).to(device, dtype)
+    where = "meta" if torch.device(device).type == "meta" else "cpu"
+    table = torch.empty(positions, 4 if config.query_beta else 2, head_dim, dtype=dtype, device=where)
+    if table.is_meta:
+        return table
+    freq, turned = inverse_frequencies(config, head_dim), (config.dims or head_dim) // 2
+    for start in range(0, positions, _BLOCK):
+        place = np.arange(start, min(start + _BLOCK, positions), dtype=np.int64)[:, None]
+        cos, sin = cos_sin(place.astype(np.float32) * freq)
+        for part in (cos, sin):
+            part[:, :turned] *= np.float32(config.attention_factor)  # others stay as they are
+        # The sign of the half-rotation is folded into the sine, so that `rotate` needs a roll instead of a negation.
+        block = np.concatenate((cos, cos, -sin, sin), -1).reshape(len(place), 2, head_dim)
+        if config.query_beta:
+            turns, each = np.unique((place + config.query_shift) // config.original_max_positions, return_inverse=True)
+            scales = np.array([1 + config.query_beta * _log(1 + turn) for turn in turns.tolist()], np.float32)
+            block = np.concatenate((block, block * scales[each].reshape(-1, 1, 1)), 1)
+        table[start : start + len(place)] = torch.from_numpy(block)
+    return table.to(device)
 
 
 class Rope(nn.Module):
@@ -195,7 +198,7 @@ class Rope(nn.Module):
         return chosen[:, :1], chosen[:, 1:]
 
 
-_BLOCK = 256  # positions
+_BLOCK = 256  # positions, whose angles stay in a cache
 # pi / 2 in three parts: multiples up to 2^20 of the first two are exact in float64 (33 significant bits each).
 _HALF_PI = 1.5707963267341256, 6.077100506303966e-11, 2.0222662487959506e-21
 _SIN = [(-1.0) ** k / math.factorial(2 * k + 1) for k in range(9)]  # Taylor's series: enough up to pi / 4
