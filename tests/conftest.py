@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -55,6 +55,22 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not hands_out:
         config.pluginmanager.import_plugin("shared_fixtures")
     config.pluginmanager.register(Changed(config), "changed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
+    """Half of all cases are exhaustive: to make and mark them takes seconds where none of them runs. One case of each
+    test stays in any case, since pytest would run it without parameters."""
+    yield
+    if "not exhaustive" in metafunc.config.option.markexpr:
+        further = [mark.kwargs for mark in metafunc.definition.iter_markers("further")]
+        kept = [
+            call
+            for call in metafunc._calls
+            if not any(mark.name == "exhaustive" for mark in call.marks)
+            and not any(matches(call.params, params) for params in further)
+        ]
+        metafunc._calls[:] = kept or metafunc._calls[:1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -134,6 +150,11 @@ def pytest_sessionfinish() -> None:
 def has(item: pytest.Item, **params: Any) -> bool:
     """Whether a case has all of these parameters; a list gives several values."""
     own = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return matches(own, params)
+
+
+def matches(own: Mapping[str, Any], params: Mapping[str, Any]) -> bool:
+    """Whether `own` has all of these parameters, as `has`."""
     return all(
         name in own and (own[name] in value if isinstance(value, list) else own[name] == value)
         for name, value in params.items()

@@ -16,8 +16,8 @@ from draftwing.config.options import Options
 from draftwing.engine.engine import Engine
 from draftwing.requests.request import GenerationRequest
 
-TOKENS = 40
-OF = llama_target(3, vocab_size=VOCAB, num_hidden_layers=6, eos_token_id=256, max_position_embeddings=1024)
+TOKENS = 24
+OF = llama_target(3, vocab_size=VOCAB, num_hidden_layers=4, eos_token_id=256, max_position_embeddings=1024)
 
 
 class Reply(NamedTuple):

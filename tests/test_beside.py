@@ -328,7 +328,7 @@ def test_two_servers_get_the_same_waves(words: Any, tmp_path: Path, capsys: pyte
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "load", "count"), [
-    ("tiny", cases.Contexts((60, 120), (1, 2), 64), 4), ("tiny-pictures", cases.Pictures(TINY_PICTURES, 3, 8, 2), 4),
+    ("tiny", cases.Contexts((60, 120), (1, 2), 24), 4), ("tiny-pictures", cases.Pictures(TINY_PICTURES, 3, 8, 2), 4),
     ("tiny-embedding", cases.Vectors(20, 8, 4), 2),
 ])  # fmt: skip
 def test_other_loads(model: str, load: Any, count: int, words: Any, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import anthropic
 import pytest
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -12,6 +11,8 @@ HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 @pytest.mark.slow
 def test_the_tool_runner(root: str, say: Any) -> None:
+    import anthropic  # of which most processes of `make test` need nothing: it takes a second
+
     client = anthropic.Anthropic(base_url=root, api_key="none", max_retries=0)
 
     @anthropic.beta_tool

@@ -67,7 +67,7 @@ def harness(request):
         Rig=partial(rig, **how), Cycle=Cycle, tiny_model=model, model_of=of_config or partial(model_of, device=device),
         prompts_for=prompts_for, in_blocks=in_blocks,
         greedy=greedy, seeded=seeded, plain_answers=partial(answers_without_speculation, **how),
-        one_rank=Rig, make_book=make_book, VOCAB=VOCAB, CONTEXT=CONTEXT, device=device,
+        one_rank=Rig, make_book=make_book, VOCAB=VOCAB, CONTEXT=CONTEXT, device=device, name=request.param,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("target") / "model")
+    return write_target(tmp_path_factory.mktemp("target") / "model", num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")

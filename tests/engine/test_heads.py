@@ -30,6 +30,9 @@ pytestmark = [
     pytest.mark.further(case="NEXTN 2 layers"),
 ]
 CHAIN, TREE, COPIED = TreeShape(4, 1, 5), TreeShape(4, 3, 12), TreeShape(7, 3, 10)
+# Slots of a pool for a single request, of 20 + 30 tokens and a tree, and the prompt that begins meanwhile: whatever is
+# accepted, somebody is retracted.
+SCARCE = 80
 
 
 class Case:
@@ -84,7 +87,7 @@ def test_speculation_changes_no_token(case, shape, lag):
 @pytest.mark.further(lag=0)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_with_chunks_preemption_and_prefix_hits(case, lag):
-    rig = case.rig(TREE, lag=lag, slots=130, chunk=5)
+    rig = case.rig(TREE, lag=lag, slots=SCARCE, chunk=5)
     case.answer(rig)
     assert rig.sched.retractions > 0 and rig.accept_length > 1.5
     rig = case.rig(TREE, lag=lag)
@@ -151,7 +154,7 @@ def test_from_graphs(case, shape):
 def test_drafts_of_masks_change_no_token(harness, tmp_path, lag):
     """Of which the first alone is mostly right: chunks, preemption and prefix hits; then with a lookup, in turns."""
     case = Case("EAGLE3 masks", tmp_path, harness.device, harness)
-    rig = case.rig(TREE, lag=lag, slots=130, chunk=5)
+    rig = case.rig(TREE, lag=lag, slots=SCARCE, chunk=5)
     case.answer(rig)
     case.answer(rig)
     assert rig.sched.retractions > 0 and rig.accept_length > 1.3

@@ -293,7 +293,7 @@ def test_both_levels_have_one_text(model: Path, tmp_path: Path) -> None:
     """A host that has room for the beginning alone: the rest comes from the disk; after a restart all does."""
     prompt = tokens(500)
     first = once(model, None, prompt)
-    with engine_of(model, prefix_cache_dir=str(tmp_path), hicache_size=0.0003) as engine:
+    with engine_of(model, prefix_cache_dir=str(tmp_path), hicache_size=0.0002) as engine:
         assert ask(engine, prompt) == first
         saved = engine._saved
         assert saved is not None

@@ -32,7 +32,7 @@ from draftwing.ops.table import TorchOps
 from draftwing.requests.request import LogprobParams
 from draftwing.spec.build import make_model_drafter
 
-TOKENS = 30
+TOKENS = 20
 TREE = TreeShape(4, 3, 11)
 CHAIN = TreeShape(4, 1, 5)
 OTHERS = [kind for kind in KINDS if kind not in FEW]
@@ -238,7 +238,7 @@ def _next_layer(model: DecoderModel, ops: TorchOps) -> Any:
 
 @pytest.mark.further(case=OTHERS)
 def test_preemption(case: Any) -> None:
-    rig, _ = answer(case, shapes=(TREE,), slots=100, chunk=8)
+    rig, _ = answer(case, shapes=(TREE,), slots=90, chunk=8)
     assert rig.sched.retractions >= 1
 
 

@@ -72,14 +72,14 @@ def test_what_is_saved_stays_where_others_go(model: Path, tmp_path: Path) -> Non
 
 def test_names_have_at_most_half_of_the_budget(model: Path, tmp_path: Path) -> None:
     one = opened(model, tmp_path / "sized")
-    ask(one, tokens(320))
+    ask(one, tokens(480))
     one.close()
     each = size_of(tmp_path / "sized")
     engine = opened(model, tmp_path / "kept", prefix_cache_size=4.5 * each / 1e9)
     for seed in range(2):
-        ask(engine, tokens(320, seed))
+        ask(engine, tokens(480, seed))
         engine.act_on_slot("save", "", 0, f"number {seed}")
-    ask(engine, tokens(320, 2))
+    ask(engine, tokens(480, 2))
     with pytest.raises(RequestError, match="prefix-cache-size"):
         engine.act_on_slot("save", "", 0, "one more")
     engine.act_on_slot("erase", "", 0, "number 1")

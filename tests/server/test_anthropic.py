@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 from fake_engine import CONTEXT
 from scripted import ScriptedEngine
+
+if TYPE_CHECKING:  # it takes a second, and most processes of `make test` need nothing of it
+    import anthropic
 
 SCRIPTED = dict(reasoning="qwen3", tools="hermes")
 
@@ -29,6 +31,8 @@ NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def client(url: str) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
 
 
@@ -369,6 +373,8 @@ def test_threads_are_refused_by_the_code_that_the_tool_runner_knows(url: str) ->
 
 
 def test_an_aborted_answer_is_an_error(url: str, client: anthropic.Anthropic, scripted: ScriptedEngine) -> None:
+    import anthropic
+
     scripted.script, scripted.pause = "x" * 1500, 0.02
     try:
         with (
