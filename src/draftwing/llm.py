@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from draftwing.config.options import Options
-from draftwing.engine.session import Session
+from draftwing.engine.session import Session, on_host
 from draftwing.errors import RequestError
 from draftwing.llm_inputs import Inputs, Message, Params, RequestOptions
 from draftwing.log import progress_bar
@@ -94,7 +94,9 @@ class LLM:
         resolved = Options.from_kwargs(**named).resolve()
         from draftwing.engine.engine import Engine  # after the options are checked: it imports torch
 
-        self._begin(Engine(resolved))
+        with on_host():
+            engine = Engine(resolved)
+        self._begin(engine)
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:
@@ -236,7 +238,8 @@ class LLM:
 
         Raises CheckpointError for one that does not fit the model, ConfigError for a name that is taken.
         """
-        self.engine.load_adapter(name, Path(path).expanduser(), replace)
+        with on_host():
+            self.engine.load_adapter(name, Path(path).expanduser(), replace)
 
     def unload_adapter(self, name: str) -> None:
         """Lets no further answer have an adapter. Raises RequestError for one that is not there."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from fake_engine import CONTEXT, EOS, FakeEngine
+from tiny_checkpoint import write_checkpoint
 
+from draftwing import LLM
 from draftwing.config.options import Options
 from draftwing.engine.session import Session, prepare
 from draftwing.errors import RequestError
@@ -81,3 +86,25 @@ def test_answers_are_prepared_once_for_the_engine() -> None:
     assert info.admit(stops).terms.stop_ids == frozenset({EOS, 5})  # type: ignore[union-attr]
     with pytest.raises(RequestError, match="outside of the vocabulary"):
         list(prepare(info, tokenizer, [request("", [999])], None, random.Random(0)))
+
+
+@pytest.mark.slow
+def test_the_default_device_of_a_program_is_its_own(tmp_path: Path) -> None:
+    """As where a notebook has set a GPU, beside an engine on the CPU; on `meta` nothing can be computed."""
+    folder, params = write_checkpoint(tmp_path / "m"), {"max_new_tokens": 12, "temperature": 0.9, "sampling_seed": 3}
+    options: dict[str, Any] = {"device": "cpu", "max_total_tokens": 256, "speculative_algorithm": "NGRAM"}
+
+    def texts() -> list[Any]:
+        with LLM(str(folder), **options) as llm:
+            streamed = "".join(piece.text for piece in llm.stream("abcabc", params))
+            found = [answer.text for answer in llm.generate(["abc", "x"], params)]
+            return [found, streamed, llm.embed("a")[0].tolist()]
+
+    expected = texts()
+    with torch.device("meta"):
+        assert texts() == expected
+    torch.set_default_device("meta")
+    try:
+        assert texts() == expected and torch.ones(1).is_meta
+    finally:
+        torch.set_default_device(None)

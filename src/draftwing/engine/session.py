@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,17 @@ def prepare(
         for params in request.params.answers(draw):
             one = admitted._replace(uid=os.urandom(16).hex(), params=params)
             yield Answer(one, tokenizer, next(index), info.options.label, drafts, searches)
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Has tensors of which nobody says where they are be on the host, whatever the program around has chosen as torch's
+    default device."""
+    import torch  # which whoever has an engine has imported
+
+    host = torch.device("cpu")
+    with host if torch.get_default_device() != host else nullcontext():
+        yield
 
 
 class Session:
@@ -101,7 +112,7 @@ class Session:
                     self.submit(request)
                 if not running:
                     return
-                with _uninterrupted():
+                with _uninterrupted(), on_host():
                     outputs = engine.step()
                 for output in outputs:
                     if output.finish_reason is not None:
@@ -110,7 +121,7 @@ class Session:
         finally:
             # Leaves an engine with nothing to do, whose next outputs are new ones.
             try:
-                with _uninterrupted():
+                with _uninterrupted(), on_host():
                     for uid in running:
                         engine.abort(uid)
                     while running and not engine.idle():
@@ -124,7 +135,7 @@ class Session:
         self._check_unused()
         done = ask()
         while not done.done():
-            with _uninterrupted():
+            with _uninterrupted(), on_host():
                 self.engine.step()
         done.result()
 
