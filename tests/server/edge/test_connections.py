@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import random
 import socket
 import time
 import tomllib
@@ -234,3 +236,43 @@ def test_a_request_that_asks_for_another_protocol_is_read_all_the_same(upgrade: 
     assert [one[:2] for one in heard] == [("POST", "/0"), ("GET", "/1"), ("POST", "/2"), ("POST", "/3")]
     assert [one[3] for one in heard] == [long, b"", b"abc\r\n\r\n", b"d"]
     assert all(b"upgrade" not in one[2] and one[2][b"host"] == b"a" for one in heard)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_large_bodies_and_what_comes_behind_them(seed: int) -> None:
+    """Of a size that was said, or in chunks, cut anywhere, with the next requests in the same pieces."""
+    heard: list[tuple[str, str]] = []  # path, and digest of the body
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        heard.append((scope["path"], hashlib.sha256(body).hexdigest()))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    chance, sent, expected = random.Random(seed), b"", []
+    for number in range(12):
+        body = chance.randbytes(chance.choice([0, 1, 4095, 4096, 65_535, 65_537, 300_000]))
+        expected.append((f"/{number}", hashlib.sha256(body).hexdigest()))
+        sent += f"POST /{number} HTTP/1.1\r\nhost: a\r\n".encode()
+        if body and chance.random() < 0.3:
+            sent += b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+        else:
+            sent += b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+
+    async def run() -> None:
+        sender, connection = connected(app)
+        while sent[(begin := sum(pieces)) :]:
+            while not sender.reads:
+                await asyncio.sleep(0)
+            pieces.append(min(chance.choice([7, 4096, 100_000, 262_144]), len(sent) - begin))
+            connection.data_received(sent[begin : begin + pieces[-1]])
+        while len(heard) < len(expected):
+            await asyncio.sleep(0)
+        connection.connection_lost(None)
+
+    pieces: list[int] = []
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert heard == expected

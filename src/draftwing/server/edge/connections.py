@@ -113,6 +113,8 @@ MAX_PIPELINED = 16
 MAX_CHUNKS = 1024  # of a body, besides one for each `CHUNK_BYTES` of it: each costs as much as a kilobyte in one piece
 CHUNK_BYTES = 64
 PIECE = 4096  # bytes that are read of a connection before it is another one's turn
+BODY_PIECE = 65_536  # the same of a body whose size was said: it is one part, that costs little more than its copy
+MOST_DIGITS = 18  # of such a size
 TURN_SECONDS = 0.001  # for what connections have sent, in one turn of the event loop
 SPARE_DESCRIPTORS = 256  # for files, the engine and what else a server opens
 
@@ -212,6 +214,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._no_body = 0  # bytes since the last ones of a body
         self._chunks = self._body = 0  # of the request: chunks, and bytes of its body
         self._unread = 0  # of these, those that came after the answer
+        self._left = 0  # bytes of the body that are still to come, where its size was said
         self._sent = memoryview(b"")  # what has come and was not read
         self._wrong = ""  # why it is refused, in words
         self._refused = False
@@ -251,7 +254,8 @@ class LimitedConnection(HttpToolsProtocol):
     def read(self) -> bool:
         """Reads a piece of what the client has sent. Whether it can go on: there is more, and uvicorn takes it."""
         if not self._refused and not self.transport.is_closing() and not self.flow.read_paused:
-            piece, self._sent = self._sent[:PIECE], self._sent[PIECE:]
+            size = max(PIECE, min(BODY_PIECE, self._left))
+            piece, self._sent = self._sent[:size], self._sent[size:]
             self._read(piece)
         if self._refused or self.transport.is_closing():
             self._sent = memoryview(b"")
@@ -279,7 +283,7 @@ class LimitedConnection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             self._fail(f"more than {MAX_PIPELINED} requests do not wait for their responses")
         self._coming, self._in_body, self._no_body = True, False, 0
-        self._chunks = self._body = self._unread = 0
+        self._chunks = self._body = self._unread = self._left = 0
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -298,6 +302,8 @@ class LimitedConnection(HttpToolsProtocol):
             self._cycles.append(self.cycle)
             send_plainly(self.cycle)  # before its task runs
         self._in_body = True
+        size = dict(self.headers).get(b"content-length", b"")
+        self._left = int(size) if size.isdigit() and len(size) <= MOST_DIGITS else 0
 
     def on_chunk_header(self) -> None:
         self._chunks += 1
@@ -307,6 +313,7 @@ class LimitedConnection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._no_body = 0
         self._body += len(body)
+        self._left -= min(len(body), self._left)
         if self.cycle.response_complete:
             self._unread += len(body) + (CHUNK_COST if self._chunks else 0)
         super().on_body(body)

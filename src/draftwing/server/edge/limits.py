@@ -23,8 +23,10 @@ CHUNK_COST = 1024  # of these, for each chunk
 SMALL = 2**16  # bytes of a body that is taken however much is held: who fills the rest keeps nobody from asking
 LARGE = 2**20  # bytes of a body or a response that leaves a multiple of it behind
 # Bytes of a client's large bodies, of all its connections together. Taking a gigabyte takes about a second of the event
-# loop, and a client may send on many at once.
-LARGE_A_SECOND = 2**27
+# loop, and a client may send on many at once. After a time without any the first so many wait for nothing: that is a
+# picture or two, of which a sleep for each part of 64 KiB would take 200 ms.
+LARGE_A_SECOND, LARGE_AT_ONCE = 2**27, 2**24
+LEAST_PAUSE = 0.005  # seconds: shorter ones are added up
 # Least time between two times at which memory is given back for that: it takes milliseconds of all threads, and a
 # client may send many. What is left then goes back within a minute, see `keep_tidy`.
 GIVE_BACK_SECONDS = 1.0
@@ -72,8 +74,10 @@ class BodyLimit:
     async def pace(self, size: int) -> None:
         """Waits as long as a part of a large body is to take of its client's `LARGE_A_SECOND`."""
         client, now = client_name(), time.monotonic()
-        self._due[client] = due = max(self._due.get(client, now), now) + size / LARGE_A_SECOND
-        await asyncio.sleep(due - now)
+        spared = now - LARGE_AT_ONCE / LARGE_A_SECOND
+        self._due[client] = due = max(self._due.get(client, spared), spared) + size / LARGE_A_SECOND
+        if due - now >= LEAST_PAUSE:
+            await asyncio.sleep(due - now)
 
 
 def count_as_body(scope: Scope, size: int) -> None:
