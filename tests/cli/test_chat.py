@@ -224,6 +224,7 @@ def test_one_question_to_a_server(
         (["héllo"], "", "user:héllo"),
         ([], "a\nb\n", "user:a\nb"),
         (["read this:"], "a\n", "user:read this:\n\na"),
+        (["read this:"], "\ufeff\na\n", "user:read this:\n\na"),
     ):
         monkeypatch.setattr("sys.stdin", io.StringIO(piped))
         assert main([*argv, *words, "--max-tokens", "30"]) == 0
@@ -232,7 +233,7 @@ def test_one_question_to_a_server(
         assert echo.requests[-1].params.max_new_tokens == 30
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(argv) == 2 and main([*argv, "bad"]) == 2
-    assert main([*argv, "--temperature", "-1", "hi"]) == 2 and len(echo.requests) == 3
+    assert main([*argv, "--temperature", "-1", "hi"]) == 2 and len(echo.requests) == 4
 
 
 def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

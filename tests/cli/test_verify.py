@@ -48,7 +48,7 @@ def test_the_same(
 ) -> None:
     assert verified(str(file)) == 0
     assert capsys.readouterr() == ("same: all 8 tokens, finish reason length\n", "")
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(receipt)))
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeff" + json.dumps(receipt)))
     assert verified("-") == 0
 
 

@@ -54,7 +54,7 @@ def at_terminal() -> bool:
 def piped_question(question: str | None) -> str:
     """Returns the question, and what comes on standard input where that is no terminal. Raises ConfigError where there
     is neither."""
-    piped = "" if sys.stdin is None or at_terminal() else sys.stdin.read().strip()
+    piped = "" if sys.stdin is None or at_terminal() else sys.stdin.read().removeprefix("\ufeff").strip()
     if not question and not piped:
         raise ConfigError("there is no question: give one after the model, or on standard input")
     return "\n\n".join(filter(None, (question, piped)))

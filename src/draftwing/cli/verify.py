@@ -72,6 +72,6 @@ def in_words(found: Replay, tokens: int, tokenizer: Tokenizer) -> str:
 
 def _content(name: str) -> str:
     try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
+        return sys.stdin.read().removeprefix("\ufeff") if name == "-" else Path(name).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ReceiptError(f"{name} cannot be read: {error}") from None
