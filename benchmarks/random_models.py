@@ -110,7 +110,7 @@ DFLASH2_27B = {
     "vocab_size": 248320, "rms_norm_eps": 1e-6, "rope_theta": 1e7, "max_position_embeddings": 262144,
     "attention_bias": False, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "num_target_layers": 64, "layer_types": [*["sliding_attention"] * 4, "full_attention"], "sliding_window": 2048,
-    "is_causal": False, "dflash_config": {
+    "use_sliding_window": True, "is_causal": False, "dflash_config": {
         "block_size": 8, "mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61], "conv_kernel_size": 2,
         "conv_group_size": 64, "selector_rank": 256, "selector_top_k": 16,
     },
