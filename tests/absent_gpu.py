@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from forked_scripts import Forks
 
 # Notes what is launched; `empty` makes tensors without data.
 BEGIN = """
@@ -64,12 +63,9 @@ for module, name, launch in launches:
 """
 
 
-def compiled(launching: str, cache: Path, capability: int, *args: str, end: str = END) -> list[list[str]]:
+def compiled(
+    forks: Forks, folder: Path, launching: str, capability: int, *args: str, end: str = END
+) -> list[list[str]]:
     """What `end` prints of each kernel that the code launches; the code finds `args` from sys.argv[2] on."""
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", BEGIN + launching + end, str(capability), *args]
-    done = subprocess.run(
-        command, env=environ | {"TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [line.split() for line in done.stdout.splitlines()]
+    words = str(capability), *args
+    return [line.split() for line in forks.run(BEGIN + launching + end, folder, *words, cache=str(folder / "cache"))]

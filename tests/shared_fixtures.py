@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from forked_scripts import Forks
 from tiny_checkpoint import write_checkpoint
 from triton_interpreter import mended
 
@@ -139,6 +140,15 @@ def mended_interpreter() -> Iterator[None]:
     """Triton's interpreter where kernels run in it; on a GPU they are compiled, by a compiler that shares its code."""
     with mended() if "TRITON_INTERPRET" in os.environ else nullcontext():
         yield
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """Runs scripts that compile kernels."""
+    own = Forks()
+    with own.process:
+        yield own
+        own.process.kill()
 
 
 @pytest.fixture

@@ -8,11 +8,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from absent_gpu import ARITHMETIC, compiled
+from absent_gpu import ARITHMETIC
+from absent_gpu import compiled as compiled_by
+from forked_scripts import Forks
 
 # Tiling, type of the pool, compute capability, and bytes of a block there: 8.6 has the least of those that Triton
 # kernels run on.
@@ -54,14 +58,23 @@ for exact in (True, False)[: 1 + every]:  # 16 trees of 4 nodes on average
 """
 
 
+Compiled = Callable[..., list[list[str]]]
+
+
+@pytest.fixture
+def compiled(forks: Forks, tmp_path: Path) -> Compiled:
+    """Compiles what a script launches, see `absent_gpu.compiled`."""
+    return partial(compiled_by, forks, tmp_path)
+
+
 @pytest.mark.further(pool="float8_e4m3fn")
 @pytest.mark.further(capability=86)
 @pytest.mark.further(cases="every")
 @pytest.mark.parametrize("cases", ["largest", "every"])
 @pytest.mark.parametrize(("tiling", "pool", "capability", "limit"), TARGETS)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
-def test_attention_fits(tmp_path, tiling: str, pool: str, capability: int, limit: int, cases: str) -> None:
-    launches = compiled(ATTENTION, tmp_path, capability, pool, tiling, cases)
+def test_attention_fits(compiled: Compiled, tiling: str, pool: str, capability: int, limit: int, cases: str) -> None:
+    launches = compiled(ATTENTION, capability, pool, tiling, cases)
     launches = [each for each in launches if len(each) > 1]  # without what finds the groups of nodes, once a forward
     windowed = (capability, pool) == (90, "bfloat16")
     many = 10 + 3 * windowed if cases == "every" else 3
@@ -101,8 +114,8 @@ for exact in (True, False):
     ],
 )
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
-def test_latents_fit(tmp_path, tiling: str, pool: str, capability: int) -> None:
-    launches = [each for each in compiled(LATENTS, tmp_path, capability, pool, tiling) if len(each) > 1]
+def test_latents_fit(compiled: Compiled, tiling: str, pool: str, capability: int) -> None:
+    launches = [each for each in compiled(LATENTS, capability, pool, tiling) if len(each) > 1]
     limit = next(most for *_, of, most in TARGETS if of == capability)
     assert len(launches) == 6 and max(int(shared) for shared, *_ in launches) <= limit, launches
     assert all(widths == ["2"] for _, *widths in launches), launches
@@ -121,9 +134,9 @@ for features, columns in ((4096, 4096), (2, 8128)):
 @pytest.mark.exhaustive  # compiled by an engine of a card as well
 @pytest.mark.parametrize("capability", [86, 120])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
-def test_products_in_shares_compile(tmp_path: Path, capability: int) -> None:
+def test_products_in_shares_compile(compiled: Compiled, capability: int) -> None:
     """An instruction has the columns that lie together, as gemm.cu's has."""
-    launches = compiled(SHARES, tmp_path, capability)
+    launches = compiled(SHARES, capability)
     assert launches and all(int(shared) <= 99 << 10 and widths == ["2"] for shared, *widths in launches), launches
 
 
@@ -141,8 +154,8 @@ for inputs, ends in ((4096, [4096, 5120, 6144]), (11008, [4096])):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("capability", [90, 86])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
-def test_adapters_compile(tmp_path: Path, capability: int) -> None:
-    launches = compiled(ADAPTERS, tmp_path, capability)
+def test_adapters_compile(compiled: Compiled, capability: int) -> None:
+    launches = compiled(ADAPTERS, capability)
     # With more than 48 KB a kernel would leave the next ones little of their L1 cache.
     assert len(launches) == 6 and max(int(shared) for shared, *_ in launches) <= 48 << 10, launches
 
@@ -179,8 +192,8 @@ for tokens in [int(sys.argv[2])]:
 # Compute capability and bytes of a block there; 8.6 has the least of those that Triton kernels run on.
 @pytest.mark.parametrize(("capability", "limit"), [(90, 227 << 10), (86, 99 << 10)])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
-def test_gemms_of_experts_fit(tmp_path: Path, capability: int, limit: int, tokens: int) -> None:
-    sizes = [int(shared) for shared, *_ in compiled(EXPERTS, tmp_path, capability, str(tokens))]
+def test_gemms_of_experts_fit(compiled: Compiled, capability: int, limit: int, tokens: int) -> None:
+    sizes = [int(shared) for shared, *_ in compiled(EXPERTS, capability, str(tokens))]
     assert len(sizes) > 2 * 4, "two GEMMs of each kind of weights, routing and sums"
     assert max(sizes) <= limit, sizes
 
@@ -208,10 +221,10 @@ for scale in (1.0, 0.21875):
 @pytest.mark.parametrize("size", [304, 576, 1000, 2880])
 @pytest.mark.parametrize(("dtype", "weights"), [("float32",) * 2, ("bfloat16",) * 2, ("bfloat16", "float32")])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
-def test_fused_norms_round_as_separate_ones(tmp_path: Path, dtype: str, weights: str, size: int) -> None:
+def test_fused_norms_round_as_separate_ones(compiled: Compiled, dtype: str, weights: str, size: int) -> None:
     """A product with a factor is rounded before it is added, which the interpreter shows in any case, and a row's sum
     has one order. The factor is one of bfloat16, in which the compiler multiplies then."""
-    found = compiled(NORMS, tmp_path, 90, str(size), dtype, weights, end=ARITHMETIC)
+    found = compiled(NORMS, 90, str(size), dtype, weights, end=ARITHMETIC)
     norms, layouts = found, [layout for _, _, _, _, *layout in found]
     assert len(norms) == 6 and len(layouts[0]) == 3 and all(layout == layouts[0] for layout in layouts), found
     rms, fused, plain, scaled, mixed, scaled_mixed = ([int(count) for count in counts[1:4]] for counts in norms)
@@ -239,9 +252,9 @@ for quantises in (False, True):
 @pytest.mark.parametrize("size", [1024, 4096, 8192])
 @pytest.mark.parametrize("weights", ["bfloat16", "float32"])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
-def test_norms_of_sums_over_ranks_have_the_order_of_others(tmp_path: Path, weights: str, size: int) -> None:
+def test_norms_of_sums_over_ranks_have_the_order_of_others(compiled: Compiled, weights: str, size: int) -> None:
     """A row's sum of squares, and as many products that are rounded with a sum as alone."""
-    found = compiled(PEER_NORMS, tmp_path, 90, str(size), weights, end=ARITHMETIC)
+    found = compiled(PEER_NORMS, 90, str(size), weights, end=ARITHMETIC)
     layouts = [layout for _, _, _, _, *layout in found]
     assert len(found) == 4 and len(layouts[0]) == 3 and all(layout == layouts[0] for layout in layouts), found
     plain, plain_fp8, under, under_fp8 = ([int(count) for count in counts[1:3]] for counts in found)

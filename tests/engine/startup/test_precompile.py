@@ -13,15 +13,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from forked_scripts import Forks
 
 from draftwing.config.options import Options
 from draftwing.engine.devices.cuda import defaults_for
@@ -102,50 +102,14 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(engine, tmp_path, None, None, half, half, (9, 0), 80 << 30)
 
 
-FORKS = """
-import os, pickle, sys
-from io import BytesIO, TextIOWrapper
-import triton
-from draftwing.engine import build
-from draftwing.engine.startup import precompile
-while True:
-    script, job, out, environ = pickle.load(sys.stdin.buffer)
-    if child := os.fork():
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        continue
-    file = os.open(out, os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1), os.dup2(file, 2)
-    os.environ |= environ
-    sys.stdin = TextIOWrapper(BytesIO(pickle.dumps(job)))
-    exec(script, {})
-    sys.exit()
-"""
 Printed = Callable[[str, Job], list[str]]
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that compiles, as none of the tests can, in children that need not import anything."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"DRAFTWING_NATIVE": "1"}
-    with subprocess.Popen([sys.executable, "-c", FORKS], env=env, stdin=PIPE, stdout=PIPE, stderr=DEVNULL) as process:
-        yield process
-        process.kill()
-
-
 @pytest.fixture
-def printed_by(forks: subprocess.Popen[bytes], tmp_path: Path) -> Printed:
+def printed_by(forks: Forks, tmp_path: Path) -> Printed:
     """Runs a script with a job -> its lines."""
-
-    def run(script: str, job: Job) -> list[str]:
-        assert forks.stdin is not None and forks.stdout is not None
-        environ = {"TRITON_CACHE_DIR": os.environ["TRITON_CACHE_DIR"]}
-        forks.stdin.write(pickle.dumps((script, job, str(tmp_path / "printed"), environ)))
-        forks.stdin.flush()
-        status, printed = forks.stdout.readline(), (tmp_path / "printed").read_text()
-        assert status == b"0\n", printed
-        return printed.splitlines()
-
-    return run
+    cache = os.environ["TRITON_CACHE_DIR"]
+    return lambda script, job: forks.run(script, tmp_path, given=pickle.dumps(job), cache=cache)
 
 
 @pytest.mark.further(pool="*fp8e4nv")
