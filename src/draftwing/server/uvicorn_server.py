@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from draftwing.config.options import Options
 from draftwing.server.app import create_app, paced
+from draftwing.server.edge.acceptor import Acceptor
 from draftwing.server.edge.connections import (
-    Acceptor,
     LimitedConnection,
     ReadScheduler,
     allow_descriptors,

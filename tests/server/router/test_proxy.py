@@ -14,7 +14,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from draftwing.server.edge.connections import Acceptor, LimitedConnection, ReadScheduler
+from draftwing.server.edge.acceptor import Acceptor
+from draftwing.server.edge.connections import LimitedConnection, ReadScheduler
 from draftwing.server.router.proxy import forward
 
 
