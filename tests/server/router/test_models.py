@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -467,6 +468,27 @@ async def test_a_model_that_is_loaded_for_who_has_left_is_there_for_its_time() -
     await until(lambda: a.state == "loaded")
     await asyncio.sleep(0.02)
     assert await ask(models, "a") == "a" and machine.log == ["+a"]
+
+
+@pytest.mark.parametrize("why", ["refused", "died"])
+async def test_a_sleep_that_fails_when_who_asked_has_left_is_no_error_of_the_loop(why: str) -> None:
+    machine, said = Machine(0.01), list[str]()
+    models = machine.models({"a": 1})
+    await ask(models, "a")
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context["message"]))
+    a, asked = models.find("a"), asyncio.create_task(models.sleep(models.find("a")))
+    await until(lambda: a.resting is not None)
+    await asyncio.sleep(0.002)  # the engine has been told
+    asked.cancel()
+    if why == "refused":
+        machine.refused = {("sleep", "a")}
+    else:
+        machine.running["a"].die()
+    await until(lambda: a.resting is None)
+    await asyncio.sleep(0.02)
+    gc.collect()
+    assert not said and not a.asleep
+    await models.close()
 
 
 async def test_names_that_nobody_has() -> None:

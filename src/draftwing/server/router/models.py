@@ -140,6 +140,7 @@ class Models:
             return model.asleep
         if model.resting is None:
             model.resting = asyncio.create_task(self._rest(model, model.server))
+            model.resting.add_done_callback(lambda task: task.cancelled() or task.exception())  # of who has left
         model.sleepers += 1
         try:
             await asyncio.shield(model.resting)  # who leaves cannot take back what the engine was told
