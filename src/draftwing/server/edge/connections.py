@@ -1,4 +1,4 @@
-"""Connections of clients that are not trusted: how slow, how large and how many they may be. (`acceptor` takes them.)"""
+"""Connections of clients that are not trusted: how slow, large and many they may be. (`acceptor` takes them.)"""
 
 from __future__ import annotations
 
