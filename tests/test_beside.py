@@ -188,7 +188,9 @@ def test_cards(cards: list[str], case: str, expected: list[list[str]], tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.further(name=["llama-70b", "qwen3.5-27b-pictures", "tiny", "tiny-pictures"])  # others have their parts
+@pytest.mark.further(  # others have their parts
+    name=["llama-8b", "llama-70b", "llama-70b-fp8", "qwen3.5-122b-fp8", "qwen3.5-27b-pictures", "tiny", "tiny-pictures"]
+)
 @pytest.mark.parametrize("name", [name for name in models.MODELS if not name.endswith("embedding")])
 def test_configs_are_taken(name: str, tmp_path: Path) -> None:
     """At their real sizes, of which nothing is allocated."""
@@ -327,6 +329,7 @@ def test_two_servers_get_the_same_waves(words: Any, tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.further(model=["tiny-pictures", "tiny-embedding"])
 @pytest.mark.parametrize(("model", "load", "count"), [
     ("tiny", cases.Contexts((60, 120), (1, 2), 24), 4), ("tiny-pictures", cases.Pictures(TINY_PICTURES, 3, 8, 2), 4),
     ("tiny-embedding", cases.Vectors(20, 8, 4), 2),
@@ -404,6 +407,7 @@ def test_time_that_is_up(words: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
+@pytest.mark.further(number=signal.SIGKILL)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_killed(number: int, words: Any, tmp_path: Path) -> None:
     """Its figures stay, its servers do not."""
