@@ -155,11 +155,18 @@ def test_greedy_has_no_penalty_of_the_model() -> None:
     assert found == [(0.6, 1.2), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0), (0.0, 1.1)]
 
 
+def holding_itself() -> list[Any]:
+    prompts: list[Any] = []
+    prompts.append(prompts)
+    return prompts
+
+
 @pytest.mark.parametrize(
     "prompts",
     [
         5, None, [None], [["a"]], ["a", ""], [[]], "\ud800", [True], ["a", 1], [1, "a"], b"abc", [b"abc", "a"],
         bytearray(b"a"), [[b"a"]], np.array([0.5]), np.zeros((1, 1, 1), int), torch.tensor(1),
+        memoryview(b"abc"), [memoryview(b"abc")], ("a", memoryview(b"a")), holding_itself(),
     ],
 )  # fmt: skip
 def test_bad_prompts(llm: LLM, engine: FakeEngine, prompts: Any) -> None:
@@ -255,7 +262,10 @@ def test_a_closed_stream_is_aborted(llm: LLM, engine: FakeEngine) -> None:
     assert "".join(piece.text for piece in llm.stream(ids, {"temperature": np.float32(0)})) == "abc"  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("prompt", [5, [], "", b"a", ["a"], [[1]], [[{"role": "user", "content": "a"}]], [5, "a"]])
+@pytest.mark.parametrize(
+    "prompt",
+    [5, [], "", b"a", memoryview(b"a"), holding_itself(), ["a"], [[1]], [[{"role": "user", "content": "a"}]], [5, "a"]],
+)
 def test_bad_prompts_of_streams(llm: LLM, engine: FakeEngine, prompt: Any) -> None:
     with pytest.raises(RequestError):
         llm.stream(prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +24,7 @@ from draftwing.plain import plain
         (np.arange(3), [0, 1, 2]), (torch.ones(2, 1), [[1.0], [1.0]]), (array("q", [4, 5]), [4, 5]), (Path("/a"), "/a"),
         ([np.int32(1), "a", None], [1, "a", None]), ((1, 2), (1, 2)), ({np.int64(1): [np.float32(0.5)]}, {1: [0.5]}),
         (MappingProxyType({"a": np.int8(1)}), {"a": 1}), (torch.bfloat16, "bfloat16"), (torch.device("cpu"), "cpu"),
-        (b"ab", b"ab"), (np.ndarray, np.ndarray), (None, None),
+        (b"ab", b"ab"), ([b"a", memoryview(b"a")], [b"a", memoryview(b"a")]), (np.ndarray, np.ndarray), (None, None),
     ],
 )  # fmt: skip
 def test_what_it_is(given: Any, meant: Any) -> None:
@@ -58,3 +59,30 @@ def test_options_may_be_paths_and_types() -> None:
         "mem_fraction_static": 0.5,
     }  # fmt: skip
     assert Options.from_kwargs(**given).resolve() == Options.from_kwargs(**meant).resolve()
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize("levels", [1, 240, 260, 400])
+def test_schemas_are_taken_as_deep_as_from_text(levels: int) -> None:
+    schema = nested(levels)
+    found = SamplingParams(json_schema=schema)
+    assert found == SamplingParams.read({"json_schema": schema}) and found.grammar is not None
+    assert json.loads(found.grammar.text) == schema
+
+
+def test_what_is_too_deep_or_holds_itself_is_refused() -> None:
+    holder: dict[str, Any] = {}
+    holder["properties"] = holder
+    for schema in (nested(100_000), holder):
+        with pytest.raises(RequestError, match="json_schema"):
+            SamplingParams(json_schema=schema)
+    ids: list[Any] = []
+    ids.append(ids)
+    with pytest.raises(RequestError, match="stop_token_ids"):
+        SamplingParams(stop_token_ids=ids)
