@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwing.errors import DraftwingError
+from draftwing.files import load_json
 from draftwing.models.stored import reads_images, stored_as
 from draftwing.server.ollama import rounded
 from draftwing.server.parsers.reasoning import writes_harmony
@@ -159,7 +160,7 @@ def _about(model: Model) -> dict[str, Any]:
             found["does"] = None if data.get(f"{family}.attention.causal", True) else ["embedding"]  # an encoder
             found["sees"] = "mmproj" in model.served.arguments or any(first.parent.glob("mmproj*.gguf"))
         else:
-            data = json.loads(files["config.json"].read_text())
+            data = load_json(files["config.json"])
             architecture = str((data.get("architectures") or [""])[0])
             does = next((does for end, does in _SILENT.items() if architecture.endswith(end)), None)
             text = {**data, **(data.get("text_config") or {})}  # of models that read images, too

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,8 @@ from draftwing.config.aliases import ALIASES
 from draftwing.config.devices import on_host
 from draftwing.config.model_list import ServedModel
 from draftwing.config.options import Options
+from draftwing.errors import CheckpointError
+from draftwing.files import load_json
 from draftwing.machine import free_memory
 
 PROCESS_BYTES = 450 << 20  # of a model's processes, without weights and KV: measured, docs/several_models.md
@@ -99,12 +100,12 @@ def _slot_bytes(files: list[Path]) -> int:
     """Returns about how many bytes a token has in the KV cache, at most; 0: a config does not say."""
     config = next((file for file in files if file.name == "config.json"), None)
     try:
-        read = json.loads(config.read_text()) if config is not None else _gguf_config(files[0])
-        read = read | read.get("text_config", {})
+        read = load_json(config) if config is not None else _gguf_config(files[0])
+        read = read | (read.get("text_config") or {})
         heads = read.get(_KV_HEADS) or read[_HEADS]
         size = read.get(_SIZE) or read["hidden_size"] // read[_HEADS]
         return int(2 * read[_LAYERS] * heads * size * 4)  # keys and values in float32 at most
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, CheckpointError):
         return 0
 
 
