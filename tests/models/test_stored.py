@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_gguf
@@ -41,6 +42,42 @@ def test_values_of_a_folder_are_those_of_its_model(tmp_path: Path, name: str | N
     assert found["type"] == kind
 
 
+@pytest.mark.parametrize("name", ["compressed int4", "compressed int8 packed", "compressed nvfp4"])
+@pytest.mark.parametrize("other", [4, 8, 16])
+def test_bits_are_those_of_weights(tmp_path: Path, name: str, other: int) -> None:
+    folder = Path(write_checkpoint(tmp_path / "m"))
+    values = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    config, writer = tiny_quantised.FORMATS[name]
+    tiny_quantised.quantise(folder, config, lambda module: writer)
+    said, activations = read_json(folder / "config.json"), {"num_bits": other, "type": "float"}
+    groups = {
+        key: {"input_activations": activations, **one, "output_activations": activations}
+        for key, one in config["config_groups"].items()
+    }
+    said["quantization_config"] = {"kv_cache_scheme": activations, **config, "config_groups": groups}
+    (folder / "config.json").write_text(json.dumps(said))
+    assert stored_as(folder)["values"] == values
+
+
+def test_values_with_several_numbers_of_bits_are_not_said(tmp_path: Path) -> None:
+    groups = {str(bits): {"targets": [f"re:.*{bits}"], "weights": {"num_bits": bits}} for bits in (4, 8)}
+    config = {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"4.weight_packed": torch.zeros(8, 2, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    assert stored_as(tmp_path)["values"] == 0
+
+
+def test_values_of_bitsandbytes(tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {
+        "a.weight": torch.zeros(8, 16, dtype=torch.int8), "a.SCB": torch.zeros(8),
+        "a.weight_format": torch.zeros((), dtype=torch.uint8), "norm.weight": torch.zeros(16),
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert stored_as(tmp_path)["values"] == 8 * 16 + 16
+
+
 def test_values_of_a_gguf_file(tmp_path: Path) -> None:
     file = tiny_gguf.write(tmp_path / "m.gguf", "llama")
     found = stored_as(file)
@@ -57,6 +94,37 @@ def test_broken_files_say_nothing(tmp_path: Path, content: bytes) -> None:
         "format": "safetensors", "architecture": "", "values": 0, "type": "bfloat16", "bytes": len(content)
     }  # fmt: skip
     assert stored_as(tmp_path / "m.gguf")["values"] == stored_as(tmp_path / "none")["values"] == 0
+
+
+def of_shape(*shape: Any) -> str:
+    return json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}})
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        of_shape(-3), of_shape(-3, -2), of_shape(10**15), of_shape(2**62, 2**62), of_shape(2.5), of_shape(float("inf")),
+        of_shape(True), of_shape("3"), of_shape(*[1] * 100_000), "[" * 200_000, '{"a":' * 200_000,
+        '{"a": {"dtype": "F32", "shape": 3}}', '{"a": {"dtype": [], "shape": [3]}, "b": 1}',
+    ],
+    ids=lambda header: header[:60],
+)  # fmt: skip
+@pytest.mark.parametrize("quantization", [{}, {"quant_method": "gptq", "bits": 4}, {"bits": 0, "w_bit": -1}])
+def test_absurd_headers_say_nothing(tmp_path: Path, header: str, quantization: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "x", "quantization_config": quantization}))
+    content = header.encode()
+    (tmp_path / "model.safetensors").write_bytes(len(content).to_bytes(8, "little") + content)
+    found = stored_as(tmp_path)
+    assert found["values"] == 0 and found["bytes"] == 8 + len(content)
+
+
+@pytest.mark.parametrize(
+    "config", ["[" * 200_000, '{"a":' * 200_000, '{"architectures": "llama"}', '{"architectures": [1]}']
+)
+def test_absurd_configs_say_nothing(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    found = stored_as(tmp_path)
+    assert found["architecture"] == found["type"] == "" and found["values"] == 0
 
 
 def test_what_is_changed_is_read_anew(tmp_path: Path) -> None:

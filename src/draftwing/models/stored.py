@@ -19,13 +19,17 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, open_gguf
 from draftwing.models.weight_files import read_config_json, weight_files
 
-_WRONG = CheckpointError, OSError, ValueError, LookupError, TypeError, AttributeError  # in files
+_WRONG = CheckpointError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError  # in files
 _INNER = "text_config", "llm_config"  # of models for texts and images
+_MAX_DIMS = 16  # of a tensor
 _MAX_HEADER = 100_000_000  # bytes, as the format of safetensors has it
-_BITS = re.compile(r'"(?:bits|w_bit|num_bits)": ([1-9]\d*)')  # of a value, where several are packed
+_BITS = "bits", "w_bit", "num_bits"  # of a value, where several are packed
+_OF_OTHERS = "input_activations", "output_activations", "kv_cache_scheme"  # keys of what is no weight
 _WORDS = {"I32": 32, "U8": 8}  # bits of what they are packed in
 # What stands beside the codes of a quantised matrix.
-_BESIDE = re.compile(r"(scales?|scale_inv|scale_2|zeros|zero_point|g_idx|shape|absmax|quant_map|bitsandbytes__\w+)$")
+_BESIDE = re.compile(
+    r"(scales?|scale_inv|scale_2|zeros|zero_point|g_idx|shape|absmax|quant_map|bitsandbytes__\w+|\.SCB|weight_format)$"
+)
 
 
 def stored_as(path: Path) -> dict[str, Any]:
@@ -47,15 +51,23 @@ def _read(path: Path, changed: int) -> Mapping[str, Any]:
         file = open_gguf(path)
         values = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
         own = {"architecture": str(file.metadata.get("general.architecture", ""))}
-        return {**own, "values": values, "type": main_type(file), "bytes": file.size}
+        return {**own, "values": _possible(values, file.size), "type": main_type(file), "bytes": file.size}
     config = read_config_json(path)
-    names = config.get("architectures") or [""]
-    found: dict[str, Any] = {"architecture": str(names[0]), "type": stored_type(config)}
+    names = config.get("architectures")
+    first = next(iter(names), "") if isinstance(names, list) else ""
+    found: dict[str, Any] = {"architecture": first if isinstance(first, str) else "", "type": stored_type(config)}
     with contextlib.suppress(*_WRONG):  # or they are no safetensors
         files = weight_files(path)
         found |= {"bytes": sum(file.stat().st_size for file in files)}
-        found |= {"values": sum(values for file in files for values in _values(file, config))}
+        found |= {
+            "values": _possible(sum(values for file in files for values in _values(file, config)), found["bytes"])
+        }
     return found
+
+
+def _possible(values: int, size: int) -> int:
+    """Returns a number of values; 0: files of so many bytes cannot hold them."""
+    return values if values <= 8 * size else 0
 
 
 def main_type(file: GGUFFile) -> str:
@@ -100,12 +112,25 @@ def _values(file: Path, config: Mapping[str, Any]) -> Iterator[int]:
         if size > _MAX_HEADER:
             raise ValueError
         tensors = json.loads(content.read(size))
-    quantization = json.dumps(_quantization(config))
-    stated = _BITS.search(quantization)
-    bits = int(stated[1]) if stated else 4
+    quantization = _quantization(config)
+    bits = {*_bits(quantization)} or {4}
     for name, tensor in tensors.items():
-        values = math.prod(tensor.get("shape", [0]))  # the metadata of the file have none
-        if quantization == "{}":
-            yield values
-        elif not _BESIDE.search(name):
-            yield values * _WORDS.get(tensor.get("dtype"), bits) // bits
+        if name == "__metadata__" or (quantization and _BESIDE.search(name)):
+            continue
+        shape, word = tensor["shape"], _WORDS.get(tensor["dtype"]) if quantization else None
+        if len(shape) > _MAX_DIMS or not all(type(count) is int and count >= 0 for count in shape):
+            raise ValueError
+        if word is None:
+            yield math.prod(shape)
+        else:
+            (stated,) = bits  # with several the header alone does not say whose is which
+            yield math.prod(shape) * word // stated
+
+
+def _bits(quantization: Mapping[str, Any]) -> Iterator[int]:
+    """Yields the bits of a weight, wherever a quantisation states them."""
+    for key, value in quantization.items():
+        if isinstance(value, dict) and key not in _OF_OTHERS:
+            yield from _bits(value)
+        elif key in _BITS and type(value) is int and value > 0:
+            yield value

@@ -73,6 +73,23 @@ def test_family_and_context_are_said_whatever_the_template_is(
     assert found["template"] == ("x" if tokenizer == '{"chat_template": "x"}' else "")
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_mark_before_the_config_is_passed_over(tmp_path: Path, mark: str) -> None:
+    config = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(mark + json.dumps(config), encoding="utf-8")
+    assert show_of(tmp_path)["model_info"]["qwen3.context_length"] == 4096
+
+
+def test_a_model_whose_files_are_broken_is_listed(tmp_path: Path) -> None:
+    for name, header in (("deep", b"[" * 200_000), ("negative", b'{"a": {"dtype": "F32", "shape": [-4000000]}}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("[" * 200_000 if name == "deep" else "{}")
+        (tmp_path / name / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        model = Model(ServedModel(("m",), 1e9, {"model": str(tmp_path / name)}))
+        assert asyncio.run(Listing(lambda: None).ollama(model))["details"]["parameter_size"] == ""
+        assert show(model)["model_info"]["general.parameter_count"] == 0
+
+
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
