@@ -6,15 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_gguf
 import tiny_quantised
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import write_checkpoint
 
-from draftwing.models.families import FAMILIES
+from draftwing.errors import CheckpointError
+from draftwing.models.families import FAMILIES, in_gguf, language_model
 from draftwing.models.stored import reads_images, stored_as
 from draftwing.models.weight_files import read_json
 
@@ -25,6 +27,60 @@ def test_whose_images_are_read_is_what_the_families_say() -> None:
             seen = any(one.wholes[name].tower for one in FAMILIES.values() if name in one.wholes)
             assert reads_images({"architectures": [name], "vision_config": {"a": 1}}) == seen, name
             assert not reads_images({"architectures": [name]}) and whole
+
+
+def said_in(tmp_path: Path, config: dict[str, Any]) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(stored_as(tmp_path)["architecture"])
+
+
+def test_architectures_of_folders_are_those_of_the_loaded_models(tmp_path: Path) -> None:
+    for name in FAMILIES:
+        assert said_in(tmp_path, {"architectures": [name]}) == name
+        if name.endswith("ForCausalLM") and f"{name.removesuffix('ForCausalLM')}Model" not in FAMILIES:
+            assert said_in(tmp_path, {"architectures": [f"{name.removesuffix('ForCausalLM')}Model"]}) == name
+    texts = {family.model_type for family in FAMILIES.values()} | {
+        whole.text for family in FAMILIES.values() for whole in family.wholes.values() if whole.text
+    }
+    for name in {name for family in FAMILIES.values() for name in family.wholes}:
+        for text in (None, "another", *texts):
+            for key in ("text_config", "llm_config"):
+                config = {"architectures": [name], key: {} if text is None else {"model_type": text}}
+                try:
+                    (meant,) = language_model(config)["architectures"]
+                except CheckpointError:
+                    continue  # it is not served
+                assert said_in(tmp_path, config) == meant, config
+        assert said_in(tmp_path, {"architectures": [name]}) in FAMILIES
+
+
+@pytest.mark.parametrize("kind", in_gguf())
+def test_architectures_of_gguf_files_are_those_of_the_loaded_models(tmp_path: Path, kind: str) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", kind)
+    others = {
+        "llama": ("expert_count", "MixtralForCausalLM"),
+        "olmo2": ("attention.sliding_window", "Olmo3ForCausalLM"),
+    }
+    writer.add_uint32(f"{kind}.{others[kind][0] if kind in others else 'x'}", 0)
+    write(writer)
+    unsaid = {"deepseek2", "granitehybrid"}  # several keys decide
+    assert stored_as(tmp_path / "m.gguf")["architecture"] == ("" if kind in unsaid else in_gguf()[kind])
+    if kind in others:
+        key, other = others[kind]
+        writer = GGUFWriter(tmp_path / "m.gguf", kind)
+        writer.add_uint32(f"{kind}.{key}", 8)
+        write(writer)
+        assert stored_as(tmp_path / "m.gguf")["architecture"] == other
+    two = {f.gguf.architecture for f in FAMILIES.values() if f.gguf is not None and f.gguf.when is not None}
+    assert two == {*others, *unsaid}
+
+
+def write(writer: GGUFWriter) -> None:
+    writer.add_tensor("a", np.zeros((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 @pytest.mark.parametrize("name", [None, *tiny_quantised.FORMATS])

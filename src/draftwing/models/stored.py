@@ -33,9 +33,9 @@ _BESIDE = re.compile(
 
 
 def stored_as(path: Path) -> dict[str, Any]:
-    """Returns how a model is stored, a `.gguf` file with its parts or a folder: format, architecture by its name there,
-    number of values, the type of most of them (of a folder what its config.json calls so), and bytes of the weights.
-    What is not said is 0 or empty."""
+    """Returns how a model is stored, a `.gguf` file with its parts or a folder: format, architecture of the language
+    model as `ModelConfig` has it, number of values, the type of most of them (of a folder what its config.json calls
+    so), and bytes of the weights. What is not said, or not for certain, is 0 or empty."""
     is_file = path.suffix == ".gguf"
     form = "gguf" if is_file else "safetensors"
     found = {"format": form, "architecture": "", "values": 0, "type": "", "bytes": 0}
@@ -50,12 +50,10 @@ def _read(path: Path, changed: int) -> Mapping[str, Any]:
     if path.suffix == ".gguf":
         file = open_gguf(path)
         values = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
-        own = {"architecture": str(file.metadata.get("general.architecture", ""))}
+        own = {"architecture": _in_gguf(file.metadata)}
         return {**own, "values": _possible(values, file.size), "type": main_type(file), "bytes": file.size}
     config = read_config_json(path)
-    names = config.get("architectures")
-    first = next(iter(names), "") if isinstance(names, list) else ""
-    found: dict[str, Any] = {"architecture": first if isinstance(first, str) else "", "type": stored_type(config)}
+    found: dict[str, Any] = {"architecture": _in_config(config), "type": stored_type(config)}
     with contextlib.suppress(*_WRONG):  # or they are no safetensors
         files = weight_files(path)
         found |= {"bytes": sum(file.stat().st_size for file in files)}
@@ -63,6 +61,31 @@ def _read(path: Path, changed: int) -> Mapping[str, Any]:
             "values": _possible(sum(values for file in files for values in _values(file, config)), found["bytes"])
         }
     return found
+
+
+def family_of(architecture: str) -> str:
+    """Returns the family of an architecture, as Ollama's clients are told it."""
+    return architecture.removesuffix("ForCausalLM").lower()
+
+
+def _in_gguf(metadata: Mapping[str, Any]) -> str:
+    kind, tables = metadata.get("general.architecture"), _table("inside")
+    key, other = tables["gguf_above_0"].get(kind, ("", ""))
+    return str(other if key and metadata.get(f"{kind}.{key}", 0) > 0 else tables["gguf"].get(kind, ""))
+
+
+def _in_config(config: Mapping[str, Any]) -> str:
+    names, tables = config.get("architectures"), _table("inside")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        return ""
+    name = names[0]
+    if name in tables["inside"]:
+        own = tables["inside"][name]
+        kind = next((config[key].get("model_type") for key in _INNER if config.get(key) is not None), None)
+        other = "" if kind in tables["model_types"] else own.get("", "")
+        return str(next(iter(own.values())) if kind is None else own.get(kind, other))
+    headless = name.endswith("Model") and name not in tables["models"]
+    return f"{name.removesuffix('Model')}ForCausalLM" if headless else name
 
 
 def _possible(values: int, size: int) -> int:
@@ -87,13 +110,14 @@ def stored_type(config: Mapping[str, Any]) -> str:
 
 def reads_images(config: Mapping[str, Any]) -> bool:
     """Returns whether a parsed config.json is of a model whose images are read."""
-    return bool(config.get("vision_config")) and bool(_seeing() & {*(config.get("architectures") or ())})
+    return bool(config.get("vision_config")) and bool(
+        {*_table("seeing")["architectures"]} & {*(config.get("architectures") or ())}
+    )
 
 
 @cache
-def _seeing() -> set[str]:
-    file = Path(__file__).parent / "families" / "seeing.toml"
-    return {*tomllib.loads(file.read_text(encoding="utf8"))["architectures"]}
+def _table(name: str) -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "families" / f"{name}.toml").read_text(encoding="utf8"))
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

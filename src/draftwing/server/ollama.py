@@ -14,6 +14,7 @@ from fastapi.responses import Response
 
 from draftwing.config.model_list import seconds
 from draftwing.errors import ConfigError, RequestError
+from draftwing.models.stored import family_of
 from draftwing.server.chat import Chats
 from draftwing.server.endpoints import read_body, read_generation, respond, schema, unless_disconnected
 from draftwing.server.http import encode, json_response, line, with_ignored_header
@@ -206,7 +207,7 @@ def rounded(parameters: int) -> str:
 
 def _add_models(app: FastAPI, service: Service, chats: Chats) -> None:
     info = service.engine.info
-    family = info.architecture.removesuffix("ForCausalLM").lower()
+    family = family_of(info.architecture)
     size = info.stored.get("bytes") or sum(info.weight_bytes.values())
     stored_type = info.stored.get("type") or max(info.weight_bytes, key=info.weight_bytes.__getitem__, default="")
     started = datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z")

@@ -73,6 +73,33 @@ def test_family_and_context_are_said_whatever_the_template_is(
     assert found["template"] == ("x" if tokenizer == '{"chat_template": "x"}' else "")
 
 
+@pytest.mark.parametrize(
+    ("architectures", "text", "family"),
+    [
+        (["Qwen3VLForConditionalGeneration"], "qwen3_vl_text", "qwen3"), (["Qwen3Model"], None, "qwen3"),
+        (["SmolVLMForConditionalGeneration"], "llama", "llama"), (["BertModel"], None, "bertmodel"),
+        (["LlavaForConditionalGeneration"], "mistral", "mistral"), ("llama", None, ""), ([], None, ""),
+    ],
+)  # fmt: skip
+def test_the_family_is_that_of_the_language_model(
+    tmp_path: Path, architectures: Any, text: str | None, family: str
+) -> None:
+    said = {"max_position_embeddings": 4096, **({"model_type": text} if text else {})}
+    config = {"architectures": architectures, **({"text_config": said} if text else said)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = show_of(tmp_path)
+    assert found["details"]["family"] == family and found["details"]["families"] == ([family] if family else [])
+    context = {name: value for name, value in found["model_info"].items() if name.endswith("context_length")}
+    assert context == ({f"{family}.context_length": 4096} if family else {})
+
+
+@pytest.mark.parametrize(("kind", "family"), [("gpt-oss", "gptoss"), ("qwen35", "qwen3_5"), ("phi2", "phi")])
+def test_the_family_of_a_gguf_file_is_that_of_the_loaded_model(tmp_path: Path, kind: str, family: str) -> None:
+    found = show_of(Path(tiny_gguf.write(tmp_path / "m.gguf", kind)))
+    assert found["details"]["family"] == found["model_info"]["general.architecture"] == family
+    assert f"{family}.context_length" in found["model_info"]
+
+
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_a_mark_before_the_config_is_passed_over(tmp_path: Path, mark: str) -> None:
     config = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 4096}

@@ -13,7 +13,7 @@ from typing import Any
 
 from draftwing.errors import DraftwingError
 from draftwing.files import load_json
-from draftwing.models.stored import reads_images, stored_as
+from draftwing.models.stored import family_of, reads_images, stored_as
 from draftwing.server.ollama import rounded
 from draftwing.server.parsers.reasoning import writes_harmony
 from draftwing.server.parsers.tools import style_of
@@ -88,7 +88,7 @@ def show(model: Model) -> dict[str, Any]:
     """Returns what /api/show says of a model that is not loaded, as far as its files say it; blocks."""
     card, about = _from_files(model), _about(model)
     family, template = card["details"]["family"], about.get("template", "")
-    context = {f"{family}.context_length": about["context"]} if "context" in about else {}
+    context = {f"{family}.context_length": about["context"]} if family and "context" in about else {}
     return {
         "modelfile": "",
         "parameters": "",
@@ -119,7 +119,7 @@ def _from_files(model: Model) -> dict[str, Any]:
     files, name = model_files(model.served), model.served.name
     weights = [file for file in files if file.suffix in WEIGHTS]
     found = _stored(model, files)
-    family = _family(found["architecture"])
+    family = family_of(found["architecture"])
     return {
         "name": name,
         "model": name,
@@ -135,10 +135,6 @@ def _from_files(model: Model) -> dict[str, Any]:
             "quantization_level": found["type"],
         },
     }
-
-
-def _family(architecture: str) -> str:
-    return architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration").lower()
 
 
 def _stored(model: Model, files: Sequence[Path]) -> dict[str, Any]:
