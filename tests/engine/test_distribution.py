@@ -67,11 +67,9 @@ def draw_by_row(rig, monkeypatch):
     ops, steps = rig.executor.ops, []
     draw, assign = ops.draw, ops.assign
 
-    def drawn(logits, positions, depth, depth_max, table, rows, drawing, *rest):
-        every = torch.arange(len(rows), device=rows.device)
-        return draw(
-            logits, positions, depth, depth_max, table, rows, SamplingGroups(every, every[:0], every[:0]), *rest
-        )
+    def drawn(nodes, table, drawing, *rest):
+        every = torch.arange(len(nodes.rows), device=nodes.rows.device)
+        return draw(nodes, table, SamplingGroups(every, every[:0], every[:0]), *rest)
 
     def assigned(*args):
         steps.append(1)

@@ -133,8 +133,8 @@ def test_the_best_nodes_of_a_batch(harness, case):
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_retracted_and_in_small_chunks(harness, case, lag):
-    """A pool for less than two requests."""
-    rig = answer(harness, case, shapes=(TREE,), drafter="oracle", miss=2, lag=lag, slots=120, rows=6, chunk=5)
+    """A pool for one request, and the prompt of another."""
+    rig = answer(harness, case, shapes=(TREE,), drafter="oracle", miss=2, lag=lag, slots=80, rows=6, chunk=5)
     assert rig.sched.retractions > 0
 
 
