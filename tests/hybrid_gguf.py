@@ -291,7 +291,7 @@ def _of_nemotron(writer: gguf_package.GGUFWriter, config: Any, blocks: int) -> N
     writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)  # which turns nothing
     writer.add_rope_scaling_finetuned(False)
     ffn = config.moe_intermediate_size if experts else config.intermediate_size
     writer.add_feed_forward_length([ffn * ("mlp" in kind or "moe" in kind) for kind in kinds])
@@ -407,8 +407,9 @@ def _falcon(block: str, part: str, suffix: str, value: Tensor, config: Any) -> l
         return _mamba(block, suffix, "", value, config.mamba_n_groups)
     if part.startswith("mamba."):
         return _mamba(block, part[6:], suffix, value, config.mamba_n_groups)
-    names = {**QWEN, "pre_ff_layernorm": "ffn_norm"}
-    return [(f"{block}.{names[part.replace('feed_forward', 'mlp')]}.weight", value)]
+    if part == "pre_ff_layernorm":  # which has no other end
+        return [(f"{block}.ffn_norm", value)]
+    return [(f"{block}.{QWEN[part.replace('feed_forward', 'mlp')]}.weight", value)]
 
 
 def _add_mamba(writer: gguf_package.GGUFWriter, taps: int, state: int, groups: int, heads: int, inner: int) -> None:

@@ -71,7 +71,7 @@ JAMBA = {
     "mamba_d_conv": 3, "mamba_dt_rank": 32, "pad_token_id": 0, "mamba_conv_bias": False,
 }  # fmt: skip
 NEMOTRON = {
-    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"], "head_dim": 16,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"], "head_dim": 32,
     "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 32, "n_groups": 2, "conv_kernel": 4,
 }  # fmt: skip
 NEMOTRON_EXPERTS = {

@@ -39,13 +39,13 @@ IN_FILES = {
     "apertus": ("apertus", False), "arcee": ("arcee", True),
     "hunyuan": ("hunyuan-dense", False), "hunyuan-moe": ("hunyuan-moe", False),
     "cohere": ("command-r", False), "cohere2": ("cohere2", False),
-    "dots1": ("dots1", False),
+    "dots1": ("dots1", False), "hunyuan-v3": ("hy_v3", False),
     "stablelm": ("stablelm", False), "stablelm-parallel": ("stablelm", False), "starcoder2": ("starcoder2", False),
     "phi": ("phi2", False), "neox": ("gptneox", False), "neox-sequential": ("gptneox", False),
     "nemotron": ("nemotron", False), "solar": ("glm4moe", False),
     "granite as minicpm": ("minicpm", True), "minicpm3": ("minicpm3", False), "exaone": ("exaone", False),
 }  # fmt: skip
-LIKE = {"mellum": "qwen3moe"}  # which the gguf package does not know yet
+LIKE = {"mellum": "qwen3moe", "hy_v3": "exaone-moe"}  # which the gguf package does not know yet
 IN_CONVERTERS = {
     "gate.expert_bias": "gate.expert_bias.bias", "mlp.expert_bias": "mlp.expert_bias.bias",
     "gate.moe_statics.": "moe_statics.",
@@ -161,7 +161,7 @@ def _add_experts(writer: gguf_package.GGUFWriter, config: Any) -> None:
     count = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
     writer.add_expert_count(count or config.num_local_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    if config.model_type == "phimoe":
+    if config.model_type in ("phimoe", "olmoe"):
         return
     if config.model_type == "llama4_text":
         writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
@@ -182,6 +182,10 @@ def _add_experts(writer: gguf_package.GGUFWriter, config: Any) -> None:
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
         return
     writer.add_expert_weights_norm(getattr(config, "norm_topk_prob", True))
+    if config.model_type == "hy_v3":
+        writer.add_expert_shared_feed_forward_length(config.moe_intermediate_size * config.num_shared_experts)
+        writer.add_expert_weights_scale(config.router_scaling_factor)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     if config.model_type == "afmoe":
         writer.add_expert_shared_count(config.num_shared_experts)
         writer.add_leading_dense_block_count(config.num_dense_layers)
@@ -205,7 +209,17 @@ def _add_experts(writer: gguf_package.GGUFWriter, config: Any) -> None:
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
-def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pairs: bool) -> None:
+def in_halves(values: np.ndarray[Any, Any], heads: int, share: float) -> np.ndarray[Any, Any]:
+    """Rows of queries or keys, of which elements that are turned together lie half a head apart, not side by side."""
+    by_head = values.reshape(heads, -1, *values.shape[1:])
+    turned, rest = np.split(by_head, [int(by_head.shape[1] * share)], 1)
+    return np.concatenate((turned[:, ::2], turned[:, 1::2], rest), 1).reshape(values.shape)
+
+
+def write(
+    path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pairs: bool, sections: bool = False
+) -> None:
+    """sections: whether positions are of three kinds, as in files of models for images."""
     writer, predicts = gguf_package.GGUFWriter(path, arch), any("eh_proj" in name for name in tensors)
     _add_sizes(writer, config, predicts)
     _add_rope(writer, config)
@@ -216,6 +230,14 @@ def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pai
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if arch == "granite":  # as of Granite 4 without layers that have them
+        writer.add_ssm_conv_kernel(4)
+        writer.add_ssm_inner_size(128)
+        writer.add_ssm_state_size(128)
+        writer.add_ssm_time_step_rank(48)
+        writer.add_ssm_group_count(1)
+    if sections:
+        writer.add_rope_dimension_sections([2, 3, 3, 0])
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -245,7 +267,7 @@ def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pai
             values = by_head.swapaxes(0, 1).reshape(values.shape).copy()
         if arch in ("gemma", "gemma2", "nemotron") and name.endswith("norm.weight"):
             values = values + 1
-        if name.endswith(("expert_gate.weight", "moe_statics.e_score_correction_bias")):
+        if name.endswith("expert_gate.weight"):
             values = values[0]
         for ours, theirs in IN_CONVERTERS.items():
             name = name.replace(ours, theirs)
@@ -253,6 +275,8 @@ def write(path: Path, config: Any, tensors: dict[str, Tensor], arch: str, in_pai
         assert stored is not None, name
         if in_pairs and (heads := heads_of.get(name.split(".")[-2])):
             values = permuted(values, heads)
+        if sections and arch == "glm4" and (heads := heads_of.get(name.split(".")[-2])):
+            values = in_halves(values, heads, config.rope_parameters["partial_rotary_factor"])
         writer.add_tensor(stored, values)
     finish(writer)
 
@@ -274,6 +298,20 @@ def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     model = load_model(tmp_path / "m.gguf", torch.float32, "cpu")
     ids = torch.randint(0, 101, (200,), generator=torch.Generator().manual_seed(1))
     hidden, _ = model(ids, torch.arange(200), DenseCache())
+    torch.testing.assert_close(model.logits(hidden), reference(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "arch"), [("glm4", "glm4"), ("qwen2.5", "qwen2vl"), ("qwen2-tied", "qwen2vl")])
+@torch.inference_mode()
+def test_language_models_of_models_for_images(family: str, arch: str, tmp_path: Path) -> None:
+    """GLM-4.1V's queries and keys lie otherwise in its files than GLM-4's."""
+    reference = random_reference(family)
+    state = reference.state_dict()
+    if reference.config.tie_word_embeddings:
+        state.pop("lm_head.weight")
+    write(tmp_path / "m.gguf", reference.config, state, arch, False, sections=True)
+    ids = torch.randint(0, 101, (200,), generator=torch.Generator().manual_seed(1))
+    hidden, _ = (model := load_model(tmp_path / "m.gguf", torch.float32, "cpu"))(ids, torch.arange(200), DenseCache())
     torch.testing.assert_close(model.logits(hidden), reference(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
 
 

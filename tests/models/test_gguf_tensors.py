@@ -63,14 +63,25 @@ def test_rows_come_back_in_hugging_face_order(tmp_path: Path, arch: str, kind: T
         assert np.array_equal(layer.mixer.k_norm.weight.detach().numpy(), values["blk.0.attn_k_norm.weight"])
 
 
+@pytest.mark.parametrize("window", [7, None])
 @torch.inference_mode()
-def test_gemma3_equals_transformers(tmp_path: Path) -> None:
-    model = load_model(write(tmp_path / "m.gguf", "gemma3"), torch.float32, "cpu")
-    assert model.config.attention.window == 7 and model.config.ropes[0] == RopeConfig(5000.0)
+def test_gemma3_equals_transformers(tmp_path: Path, window: int | None) -> None:
+    """Files without a window, as of Rnj-1, have no layer with one."""
+
+    def edit(writer: gguf_package.GGUFWriter) -> None:
+        if window is None:
+            del writer.kv_data[0]["gemma3.attention.sliding_window"]
+
+    model = load_model(write(tmp_path / "m.gguf", "gemma3", edit=edit), torch.float32, "cpu")
+    assert model.config.attention.window == (window or 0) and model.config.ropes[0] == RopeConfig(5000.0)
     config = transformers.Gemma3TextConfig(
         hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=1, num_attention_heads=HEADS, vocab_size=VOCAB,
         num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, query_pre_attn_scalar=HEAD_DIM, sliding_window=7,
-        rms_norm_eps=1e-5, layer_types=["sliding_attention"],
+        rms_norm_eps=1e-5, layer_types=["sliding_attention" if window else "full_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        },
     )  # fmt: skip
     reference = transformers.Gemma3ForCausalLM(config).eval()
     names = {

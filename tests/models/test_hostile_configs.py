@@ -59,6 +59,7 @@ PUBLISHED |= {
         "jamba-1.5-mini",
         "k-exaone-236b-a23b",
         "lfm3-1.7b",
+        "ling-3.0-tiny",
         "llama-3.3-nemotron-super-49b",
         "mellum2-12b-a2.5b",
         "minicpm4-8b",

@@ -55,7 +55,8 @@ def model_config(file: GGUFFile) -> ModelConfig:
     layers = own_layers(fields)
     if layers > len(file.tensors):
         raise CheckpointError(f"{file.path}: {arch}.block_count is {layers}, and there are {len(file.tensors)} tensors")
-    attention = _attention(file, fields, family, hidden, heads)
+    turns = form.turns if isinstance(form.turns, bool) else form.turns(fields)
+    attention = _attention(file, fields, family, hidden, heads, turns)
     if form.scalar is not None:
         attention = replace(attention, scalar=form.scalar(attention, hidden, layers))
     if "token_embd.weight" not in file.tensors:
@@ -67,7 +68,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
     if family.query_scale and (beta := fields.number("attention.temperature_scale", 0, 1e3, 0.0)):
         rope = replace(rope, query_beta=beta)
         attention = replace(attention, scaled_queries=True)
-    if not (form.turns if isinstance(form.turns, bool) else form.turns(fields)):
+    if not turns:
         rope = NOPE
     eps = fields.number(f"attention.layer_norm_{'' if family.centred else 'rms_'}epsilon", 0, 1)
     norm = NormConfig(eps, family.wide_norms, family.norm_offset, family.centred, family.norm_bias)
@@ -119,14 +120,17 @@ def model_config(file: GGUFFile) -> ModelConfig:
     return found
 
 
-def _attention(file: GGUFFile, fields: Fields, family: Family, hidden: int, heads: int) -> AttentionConfig:
+def _attention(file: GGUFFile, fields: Fields, family: Family, hidden: int, heads: int, turns: bool) -> AttentionConfig:
     """Returns that of a layer as most are: what differs by layer, `InGGUF.layers` knows."""
     size = fields.whole
     head_dim = size("attention.key_length", high=WIDEST, default=hidden // heads)
     size("attention.value_length", head_dim, head_dim, head_dim)
     least, usual = (2, int(head_dim * family.rotary)) if family.turns_parts else (head_dim, head_dim)
-    turned = size("rope.dimension_count", least, head_dim, usual)
-    rotary = turned if turned < head_dim else 0
+    # Where nothing turns, converters count the hidden size by heads, which need not be a head's size.
+    turned = (
+        size("rope.dimension_count", least, head_dim, usual) if turns else size("rope.dimension_count", 0, default=0)
+    )
+    rotary = turned if turns and turned < head_dim else 0
     return AttentionConfig(
         heads,
         kv_heads=_kv_heads(fields, heads),
@@ -140,7 +144,8 @@ def _attention(file: GGUFFile, fields: Fields, family: Family, hidden: int, head
         gated=family.gated,
         gate_rows=family.rows_of_gate(head_dim),
         rotary=rotary,
-        interleaved=family.rope_interleaved,
+        # Of text whose positions are of three kinds converters put what is turned together into halves.
+        interleaved=family.rope_interleaved and not fields.has("rope.dimension_sections"),
         fused=bool(family.fused_qkv),
         scalar=query_scalar(fields, "attention.scale", 0.0) if family.multipliers else 0,
         cap=fields.number("attn_logit_softcapping", 0, 1e6, 0.0) if family.score_cap else 0.0,
@@ -242,7 +247,9 @@ def _windows(fields: Fields, layers: int, family: Family, positions: int) -> tup
         if 0 < window < positions:
             raise fields.unlike("attention.sliding_window", f"none, or at least {positions}")
         return ()
-    window = fields.whole("attention.sliding_window", 1, 2**40)
+    window = fields.whole("attention.sliding_window", 0, 2**40, 0)
+    if not window:
+        return ()
     pattern = fields.get("attention.sliding_window_pattern")
     if isinstance(pattern, np.ndarray) and pattern.dtype == bool and len(pattern) >= layers:
         return tuple(window * int(one) for one in pattern[:layers])

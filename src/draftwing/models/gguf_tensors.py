@@ -213,7 +213,8 @@ def _as_in_folders(name: str, values: Tensor) -> Tensor:
         return (values if min(values.shape) > 1 else values.flatten()).abs().log()
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
         return values.view(-1, 1, values.shape[-1])
-    if name.endswith((".D", "norm.weight")):  # of state-space layers one row for each head, or group
+    # Of state-space layers one row for each head, or group; corrections of ERNIE 4.5 are one row of a matrix.
+    if name.endswith((".D", "norm.weight", "_correction_bias")):
         return values.flatten()
     return values.view(1, -1) if name.endswith("shared_expert_gate.weight") else values
 
@@ -332,4 +333,5 @@ def hf_name(name: str, config: ModelConfig, own: int) -> str:
     if part not in names:
         return name
     theirs = family.layer_names.get(names[part], names[part])
+    suffix = suffix or ".weight" * theirs.endswith("norm")  # that of norms is missing in Falcon-H1's files
     return f"{layer}.{theirs}{'' if theirs.rpartition('.')[2] in _BARE else suffix}"

@@ -95,8 +95,8 @@ def test_of_a_gguf_file(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.slow
-@pytest.mark.further(kind="exaone-moe")
-@pytest.mark.parametrize("kind", ["ling2", "exaone-moe"])
+@pytest.mark.further(kind=["exaone-moe", "hunyuan-v3"])
+@pytest.mark.parametrize("kind", ["ling2", "exaone-moe", "hunyuan-v3"])
 def test_of_a_gguf_file_with_other_names(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Names are as converters make them of the checkpoint's; experts lie together."""
     theirs = reference(kind)
@@ -106,6 +106,7 @@ def test_of_a_gguf_file_with_other_names(tmp_path: Path, kind: str, caplog: pyte
     numbered = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
                 "norm": "shared_head.norm"}  # fmt: skip
     renames = {f"mtp.{name}.": f"{at}{theirs_}." for name, theirs_ in numbered.items()} | {"mtp.layers.0.": at}
+    renames |= {f"{at}final_layernorm.": f"{at}shared_head.norm."}
     state = {name: value for name, value in stored.items() if ".experts." not in name}
     for one, other in renames.items():
         state = {other + name.removeprefix(one) if name.startswith(one) else name: v for name, v in state.items()}

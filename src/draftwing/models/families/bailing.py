@@ -19,10 +19,14 @@ def _keys(fields: Fields) -> dict[str, Any]:
     said = fields.renamed(_NAMES)
     usual = {"use_qk_norm": True, "routed_scaling_factor": 2.5}
     found = said | {key: value for key, value in usual.items() if not fields.has(key)}
-    every = fields.overruled(found)
-    shared = every.whole("n_shared_experts", 0, 1 << 10, 1) * every.whole("moe_intermediate_size", high=WIDEST)
-    fields.check("moe_shared_expert_intermediate_size", (shared,))
+    check_shared(fields.overruled(found))
     return found
+
+
+def check_shared(fields: Fields) -> None:
+    """Raises CheckpointError for experts of all rows that are not as wide as their number says."""
+    width = fields.whole("n_shared_experts", 0, 1 << 10, 1) * fields.whole("moe_intermediate_size", high=WIDEST)
+    fields.check("moe_shared_expert_intermediate_size", (width,))
 
 
 def word_embeddings(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:

@@ -11,7 +11,7 @@ import numpy as np
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.kda import KdaConfig
-from draftwing.models.families.bailing import word_embeddings
+from draftwing.models.families.bailing import check_shared, word_embeddings
 from draftwing.models.families.deepseek import (
     IN_GGUF,
     LATENT_NAMES,
@@ -22,7 +22,8 @@ from draftwing.models.families.deepseek import (
 )
 from draftwing.models.families.kimi_linear import NAMES, NAMES_IN_GGUF, nets_in_gguf
 from draftwing.models.family import ATTENTION, MOST_TAPS, RECURRENT, ExpertNames, Family, InGGUF, layers_by_kind
-from draftwing.models.fields import WIDEST, Fields
+from draftwing.models.fields import WIDEST, Fields, Values
+from draftwing.models.positions import rope_fields
 
 _USUAL = {
     "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 2, "n_shared_experts": 1,
@@ -38,9 +39,18 @@ def _keys(fields: Fields) -> dict[str, Any]:
     fields.check("score_function", ("sigmoid",))
     fields.check("rope_interleave", (True,))
     fields.check("tie_word_embeddings", (False,))  # which transformers does not read
+    for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):  # of each layer
+        limits = fields.get(key)
+        if limits is not None and not (isinstance(limits, list) and all(one in (None, 0) for one in limits)):
+            raise fields.unsupported(key, limits)
     found = fields.renamed(NAMES)
     every = fields.overruled(found)
-    return found | {key: value for key, value in _USUAL.items() if not every.has(key)}
+    found |= {key: value for key, value in _USUAL.items() if not every.has(key)}
+    given, share = rope_fields(fields), "partial_rotary_factor"
+    if given.get(share) is not None:  # what is turned of a head is beside the rest of it
+        found[given.inside.rstrip(".")] = {key: value for key, value in given.items() if key != share}
+    check_shared(fields.overruled(found))
+    return found
 
 
 def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
@@ -76,35 +86,50 @@ def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> 
     return nets_in_gguf(file, fields, layer, count, floor, gated=True)
 
 
-_IN_GGUF = {"ssm_f_a": "self_attn.f_proj", "ssm_g_a": "self_attn.g_proj", "attn_gate": "self_attn.g_proj"}
-FAMILIES = {
-    "BailingHybridForCausalLM": Family(
-        "bailing_hybrid",
-        theta=6e6,
-        experts=experts,
-        dense_layers=dense_layers,
-        layers=_layers,
-        keys=_keys,
-        apart=word_embeddings,
-        predicts="numbered",
-        neutral={
-            "qk_head_dim": None,  # the sum of both parts
-            "first_k_dense_replace": None,  # beside `mlp_layer_types`
-            "use_bias": (False,),
-            "use_qkv_bias": (False,),
-            "router_dtype": ("fp32", "float32"),
-        },
-        expert_names=ExpertNames(shared="mlp.shared_experts", correction="mlp.gate.expert_bias"),
-        layer_names={
-            **{f"self_attn.{part}": f"attention.{part}" for part in _PARTS},
-            "self_attn.o_proj": "attention.dense",
-        },
-        gguf=InGGUF(
-            "bailingmoe3",
-            names=LATENT_NAMES | NAMES_IN_GGUF | _IN_GGUF,
-            fields=turned,
-            layers=_in_gguf,
-            experts=IN_GGUF,
-        ),
+# Of published configs: what the layers are anyway, or what only other kinds of layers have.
+_PUBLISHED: dict[str, Values] = {
+    **dict.fromkeys(("no_kda_lora", "moe_router_enable_expert_bias", "use_qk_norm", "linear_silu"), (True,)),
+    **dict.fromkeys(
+        ("use_kda_lora", "use_mla_nope", "use_nGPT", "scale_router_input", "up_proj_norm", "value_norm",
+         "mtp_use_kda"), (False,),
     ),
+    **dict.fromkeys(("rotary_dim", "partial_rotary_factor", "embedding_dropout", "output_dropout")),
+    "gated_attention_proj_granularity_type": ("head_wise",),
+    "group_norm_size": (1,),
+    "num_kv_heads_for_linear_attn": (0,),
+}  # fmt: skip
+_IN_GGUF = {"ssm_f_a": "self_attn.f_proj", "ssm_g_a": "self_attn.g_proj", "attn_gate": "self_attn.g_proj"}
+_LING3 = Family(
+    "bailing_hybrid",
+    theta=6e6,
+    experts=experts,
+    dense_layers=dense_layers,
+    layers=_layers,
+    keys=_keys,
+    apart=word_embeddings,
+    predicts="numbered",
+    neutral={
+        "qk_head_dim": None,  # the sum of both parts
+        "first_k_dense_replace": None,  # beside `mlp_layer_types`
+        "use_bias": (False,),
+        "use_qkv_bias": (False,),
+        "router_dtype": ("fp32", "float32"),
+        **_PUBLISHED,
+    },
+    expert_names=ExpertNames(shared="mlp.shared_experts", correction="mlp.gate.expert_bias"),
+    layer_names={
+        **{f"self_attn.{part}": f"attention.{part}" for part in _PARTS},
+        "self_attn.o_proj": "attention.dense",
+    },
+    gguf=InGGUF(
+        "bailingmoe3",
+        names=LATENT_NAMES | NAMES_IN_GGUF | _IN_GGUF,
+        fields=turned,
+        layers=_in_gguf,
+        experts=IN_GGUF,
+    ),
+)
+FAMILIES = {
+    "BailingHybridForCausalLM": _LING3,  # as transformers calls it
+    "BailingMoeV3ForCausalLM": _LING3,  # as it is published
 }

@@ -14,6 +14,8 @@ _ROTARY = 0.5  # which transformers takes, whatever a config says
 
 def _keys(fields: Fields) -> dict[str, Any]:
     fields.check("partial_rotary_factor", (_ROTARY,))
+    size = fields.whole("hidden_size", high=WIDEST) // fields.whole("num_attention_heads", high=WIDEST)
+    fields.check("attn_rotary_emb", (int(size * _ROTARY),))
     return {"num_key_value_heads": fields.whole("num_key_value_heads", high=WIDEST, default=8)}
 
 

@@ -25,12 +25,6 @@ def _keys(fields: Fields) -> dict[str, Any]:
     return {"sliding_window_pattern": len(pattern)}
 
 
-def _metadata(fields: Fields) -> Fields:
-    """A file without a window has no layer with one."""
-    key = "attention.sliding_window"
-    return fields if fields.has(key) else fields.overruled({key: 1, f"{key}_pattern": 1})
-
-
 def _nope(fields: Fields, windows: Sequence[int]) -> Collection[int]:
     """Returns the layers without a window, where the model has a size of windows at all."""
     sized = fields.get("sliding_window") is not None or any(windows)
@@ -101,7 +95,7 @@ FAMILIES = {
             predicts_dense=True,
             predicts_kind=FULL,
             expert_names=ExpertNames(shared="mlp.shared_experts", correction="mlp.e_score_correction_bias"),
-            gguf=InGGUF("exaone-moe", fields=_metadata, experts=IN_GGUF),
+            gguf=InGGUF("exaone-moe", experts=IN_GGUF),
             neutral={"is_moe_layer": None, "first_k_dense_replace": None},  # beside `mlp_layer_types`
         ),
     ),
@@ -112,6 +106,6 @@ FAMILIES = {
         out_norms=True,
         keys=_keys,
         wholes={"Exaone4_5_ForConditionalGeneration": Whole("exaone4_5", {})},
-        gguf=InGGUF("exaone4", fields=_metadata),
+        gguf=InGGUF("exaone4"),
     ),
 }

@@ -34,6 +34,13 @@ def _shared_experts(fields: Fields, layers: int) -> ExpertConfig:
     return softmax_experts(fields, layers, "num_local_experts", "intermediate_size", shared=width)
 
 
+def _metadata(fields: Fields) -> Fields:
+    """Reads past the sizes of state-space layers, which files of Granite 4 have, too, where it has no such layer."""
+    for part in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+        fields.get(f"ssm.{part}")
+    return fields
+
+
 _GRANITE: dict[str, Any] = {"attention_scalar": 1, "multipliers": True, "keys": _keys}
 _EXPERTS: dict[str, Any] = {**_GRANITE, "expert_names": NAMES, "apart": apart}
 FAMILIES = {
@@ -41,7 +48,7 @@ FAMILIES = {
         "granite",
         **_GRANITE,
         wholes={"LlavaNextForConditionalGeneration": Whole("llava_next", {}, "granite")},
-        gguf=InGGUF("granite", permuted=True),
+        gguf=InGGUF("granite", permuted=True, fields=_metadata),
     ),
     "HyperCLOVAXForCausalLM": Family(
         "hyperclovax",
@@ -58,7 +65,7 @@ FAMILIES = {
         "granitemoe",
         **_EXPERTS,
         experts=_experts,
-        gguf=InGGUF("granitemoe", permuted=True, experts=ExpertMetadata(shared=True, as_mlp=True)),
+        gguf=InGGUF("granitemoe", permuted=True, fields=_metadata, experts=ExpertMetadata(shared=True, as_mlp=True)),
     ),
     "GraniteMoeSharedForCausalLM": Family("granitemoeshared", **_EXPERTS, experts=_shared_experts),  # GGUF: the same
 }

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from draftwing.layers.config import ExpertConfig
-from draftwing.models.families.deepseek import dense_layers, experts
+from draftwing.models.families.deepseek import IN_GGUF, dense_layers, experts
 from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, softmax_experts
 from draftwing.models.fields import WIDEST, Fields, Values
 from draftwing.models.positions import rope_fields
@@ -113,6 +113,7 @@ FAMILIES = {
             "moe_router_use_sigmoid": (True,),
             "moe_router_enable_expert_bias": (True,),
         },
+        gguf=InGGUF("hy_v3", experts=IN_GGUF),
     ),
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense",

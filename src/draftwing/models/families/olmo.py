@@ -32,7 +32,7 @@ FAMILIES = {
         qk_norm="whole",
         eps=1e-5,
         experts=_experts,
-        gguf=InGGUF("olmoe", experts=ExpertMetadata(grouped=True, renormalised=False)),
+        gguf=InGGUF("olmoe", experts=ExpertMetadata(grouped=True, renormalised=False, as_mlp=True)),
     ),
     "Olmo3ForCausalLM": Family(
         "olmo3",

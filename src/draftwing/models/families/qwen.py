@@ -75,7 +75,7 @@ FAMILIES = {
             "InternVLForConditionalGeneration": Whole("internvl", {"tie_word_embeddings": True}, "qwen2"),
             "InternVLChatModel": Whole("internvl_chat", {}, "qwen2"),
         },
-        gguf=InGGUF("qwen2"),
+        gguf=InGGUF("qwen2", ("qwen2vl",)),
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3",
