@@ -7,14 +7,16 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from hybrid_models import CONVS, NET, SIZES
+from hybrid_models import CONVS, NET, SIZES, layer_weights
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tiny_tokenizers import byte_level
 from torch import Tensor
 from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4
@@ -276,6 +278,18 @@ def write_model(folder: Path, kind: str) -> Path:
     return folder
 
 
+def with_prediction_layer(folder: Path, kind: str) -> dict[str, Tensor]:
+    """Adds one with random weights to a checkpoint of `write_model`. Returns these."""
+    theirs = reference(kind)
+    text = {name.replace("model.language_model.", "model."): value for name, value in theirs.state_dict().items()}
+    weights = layer_weights(SimpleNamespace(config=theirs.config.get_text_config(), state_dict=lambda: text))
+    save_file({**load_file(folder / "model.safetensors"), **weights}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    return weights
+
+
 @cache
 def loaded(folder: Path, packed: bool = True) -> tuple[DecoderModel, Any]:
     """Returns a checkpoint's model with its tower, and how pictures are prepared. packed: as it is served, so that a
@@ -323,7 +337,8 @@ def by_patches(kind: str, images: Sequence[Image.Image]) -> dict[str, Tensor]:
     settings = KINDS[kind].settings
     processor = GridProcessor(PAD, "", "", 8, 4 * 64, 16 * 64, 32)
     tiles = [piece for image in images for piece in processor.pieces(image) if isinstance(piece, Tile)]
-    values, masks = torch.zeros(len(tiles), 64, 48), torch.zeros(len(tiles), 64, dtype=torch.int32)
+    most = max([64, *(tile.height * tile.width // 16 for tile in tiles)])
+    values, masks = torch.zeros(len(tiles), most, 48), torch.zeros(len(tiles), most, dtype=torch.int32)
     shapes = torch.tensor([[tile.height // 4, tile.width // 4] for tile in tiles])
     for i, tile in enumerate(tiles):
         pixels = torch.frombuffer(bytearray(tile.pixels), dtype=torch.uint8).view(tile.height, tile.width, 3) / 255
@@ -345,7 +360,7 @@ def features(kind: str, image: Image.Image) -> tuple[Tensor, list[Tensor]]:
     return torch.cat(tuple(pooled)) if isinstance(pooled, tuple | list) else pooled, deep
 
 
-def _inputs(kind: str, ids: Sequence[int], images: Sequence[Image.Image]) -> tuple[Any, dict[str, Tensor]]:
+def inputs_of(kind: str, ids: Sequence[int], images: Sequence[Image.Image]) -> tuple[Any, dict[str, Tensor]]:
     """Returns a model and what it takes of a prompt. ids: with all tokens of images."""
     model, whole = reference(kind), torch.tensor([list(ids)])
     model.model.rope_deltas = None
@@ -356,12 +371,12 @@ def _inputs(kind: str, ids: Sequence[int], images: Sequence[Image.Image]) -> tup
 
 def logits(kind: str, ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
     """Returns the logits behind each token of a prompt, by transformers. ids: as of `greedy`."""
-    model, inputs = _inputs(kind, ids, images)
+    model, inputs = inputs_of(kind, ids, images)
     return model(**inputs).logits[0]
 
 
 def greedy(kind: str, ids: Sequence[int], images: Sequence[Image.Image], count: int) -> list[int]:
     """Returns so many tokens that transformers draws after a prompt with images. ids: with all tokens of images."""
-    model, inputs = _inputs(kind, ids, images)
+    model, inputs = inputs_of(kind, ids, images)
     out = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None)
     return out[0, len(ids) :].tolist()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hybrid_models import layer_weights
-from image_models import TEXT, encoded, picture, reference, write_model
+from image_models import TEXT, encoded, picture, with_prediction_layer, write_model
 from reference.checkpoints import Checkpoint, eagle3_head
-from safetensors.torch import load_file, save_file
 
 from draftwing import LLM, SamplingParams
 
@@ -48,17 +44,6 @@ def texts(folder: Path, count: int, **options: Any) -> tuple[list[list[int]], fl
         done = llm.chat(conversations(count), params)
     steps = sum(one.meta_info["spec_verify_ct"] for one in done) if options["speculative_algorithm"] != "none" else 1
     return [one.token_ids for one in done], count * TOKENS / max(steps, 1)
-
-
-def with_prediction_layer(folder: Path, kind: str) -> None:
-    """Adds one with random weights to a checkpoint of `write_model`."""
-    theirs = reference(kind)
-    text = {name.replace("model.language_model.", "model."): value for name, value in theirs.state_dict().items()}
-    weights = layer_weights(SimpleNamespace(config=theirs.config.get_text_config(), state_dict=lambda: text))
-    save_file({**load_file(folder / "model.safetensors"), **weights}, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["mtp_num_hidden_layers"] = 1
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def check(folder: Path, kind: str, count: int, algorithms: Sequence[str], **device: Any) -> None:

@@ -32,10 +32,10 @@ def req(uid: str, state: ReqState, *images: int, arrival: int = 0, sent: int = 0
 class Tower:
     """What it has read, by the first position of an image. asked: tokens that would not be too long."""
 
-    def __init__(self) -> None:
+    def __init__(self, lookahead: int = 0) -> None:
         self.known: set[int] = set()
         self.asked: list[int] = []
-        self.tower_schedule = TowerSchedule(PrefillBudget(), 64)
+        self.tower_schedule = TowerSchedule(PrefillBudget(), 64, lookahead)
         self.tower_schedule.unseen = self.unseen
 
     def unseen(self, images: Sequence[RequestImage], salt: int, start: int, tokens: int) -> RequestImage | None:
@@ -51,6 +51,15 @@ class Tower:
 
 
 TEXT = req("text", ReqState.DECODE)
+
+
+def test_a_head_reads_an_image_with_the_token_before_it() -> None:
+    tower, one = Tower(1), req("a", ReqState.PREFILL, 5, 20)
+    assert tower.turn(one, TEXT, steps=True) is None and tower.tower_schedule.room(one) == 4
+    one.sent = 4
+    assert tower.turn(one, TEXT, steps=True) == 5 and tower.tower_schedule.room(one) == 0
+    tower.known.add(5)
+    assert tower.turn(one, TEXT, steps=True) is None and tower.tower_schedule.room(one) == 15
 
 
 def test_a_prompt_goes_on_up_to_its_image() -> None:

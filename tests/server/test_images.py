@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import io
-import struct
-import zlib
 from typing import Any
 from urllib.parse import SplitResult, quote
 
@@ -14,7 +11,8 @@ import numpy as np
 import pytest
 from fake_engine import FakeEngine
 from image_models import encoded, picture
-from PIL import Image, ImageCms, ImageOps
+from picture_kinds import PICTURES, SHOWN, seen_by_transformers
+from PIL import Image
 from scripted import client_of, openai_client, serving
 from seeing import PAD, Seeing
 from starlette.testclient import TestClient
@@ -25,7 +23,6 @@ from draftwing.images.processing import MAX_IMAGES, MAX_PIXELS
 from draftwing.requests.images import RequestImage
 
 ENGINE = Seeing
-SHOWN = picture(40, 24)
 DATA = base64.b64encode(encoded(SHOWN)).decode()
 URL = f"data:image/png;base64,{DATA}"
 CHAT = "/v1/chat/completions"
@@ -352,76 +349,18 @@ def test_clients_are_told_whether_the_model_reads_images(
 # -- pictures of every kind --------------------------------------------------------------------------------------------
 
 
-def turned(image: Image.Image, orientation: int) -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return encoded(image, "JPEG", exif=exif, quality=95)
-
-
-def with_exif(data: bytes) -> bytes:
-    """A PNG with something where EXIF is to be."""
-    part = b"eXIf" + data
-    chunk = struct.pack(">I", len(data)) + part + struct.pack(">I", zlib.crc32(part))
-    whole = encoded(SHOWN)
-    return whole[:33] + chunk + whole[33:]
-
-
-BROKEN_EXIF = {"words": b"no EXIF at all", "an end": b"II*\0\xff\xff\xff\x7f", "a part": b"MM\0*\0\0\0\x08\0\x05\0"}
-
-
-def deep() -> Image.Image:
-    """16 bits of grey."""
-    return Image.fromarray(np.asarray(SHOWN.convert("L")).astype(np.uint16) * 257)
-
-
-FRAMES = [picture(40, 24, seed).quantize(64) for seed in (5, 6)]
-PROFILE = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-KINDS = {
-    "png": encoded(SHOWN),
-    "jpeg": encoded(SHOWN, "JPEG"),
-    "webp": encoded(SHOWN, "WEBP", lossless=True),
-    "gif": encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]),
-    "animated webp": encoded(SHOWN, "WEBP", save_all=True, append_images=[picture(40, 24, 7)]),
-    "grey": encoded(SHOWN.convert("L")),
-    "grey jpeg": encoded(SHOWN.convert("L"), "JPEG"),
-    "16 bits": encoded(deep()),
-    "black and white": encoded(SHOWN.convert("1")),
-    "alpha": encoded(picture(40, 24, 8, "RGBA")),
-    "grey and alpha": encoded(picture(40, 24, 8, "LA")),
-    "palette": encoded(SHOWN.quantize(16)),
-    "palette with a transparent colour": encoded(SHOWN.quantize(16), transparency=3),
-    "cmyk": encoded(SHOWN.convert("CMYK"), "JPEG"),
-    "with a profile": encoded(SHOWN, icc_profile=PROFILE),
-    "progressive": encoded(SHOWN, "JPEG", progressive=True),
-    **{f"turned {way}": turned(SHOWN, way) for way in range(1, 9)},
-    **{f"with {words} for EXIF": with_exif(data) for words, data in BROKEN_EXIF.items()},
-    "one pixel": encoded(picture(1, 1)),
-    "200 to 1": encoded(picture(400, 2)),
-    "large": encoded(picture(900, 700)),
-}
-
-
-def theirs_turned(data: bytes) -> Image.Image:
-    """As transformers turns it, which ends where there is something else for EXIF: then the pixels that are there."""
-    image = Image.open(io.BytesIO(data))
-    try:
-        return ImageOps.exif_transpose(image)
-    except SyntaxError:
-        return image
-
-
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", PICTURES)
 def test_every_kind_of_picture_is_what_transformers_sees(client: TestClient, engine: FakeEngine, name: str) -> None:
     from transformers import Qwen2VLImageProcessorPil
 
-    content = [{"type": "image_url", "image_url": {"url": data_of(KINDS[name])}}]
+    content = [{"type": "image_url", "image_url": {"url": data_of(PICTURES[name])}}]
     response = client.post(CHAT, json={"messages": [USER | {"content": content}], "max_tokens": 1})
     assert response.status_code == 200, response.text
     (image,) = engine.requests[0].images
     size = {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 48}
     how = {"size": size, "patch_size": 8, "merge_size": 1, "temporal_patch_size": 1, "do_normalize": False}
     theirs = Qwen2VLImageProcessorPil(**how, do_rescale=False)(
-        images=theirs_turned(KINDS[name]), return_tensors="np"
+        images=seen_by_transformers(PICTURES[name]), return_tensors="np"
     )  # fmt: skip
     assert tuple(theirs["image_grid_thw"][0][1:]) == image.grid
     patches = theirs["pixel_values"].reshape(*image.grid, 3, 8, 8).transpose(0, 3, 1, 4, 2)

@@ -27,6 +27,7 @@ from torch import Tensor
 from draftwing.config.trees import TreeShape
 from draftwing.core import MAX_BACKLOG, NO_DEFERRAL, Chunk, DraftChunk, DraftDeferral, DraftExtend, IntArray
 from draftwing.engine.devices.base import Device
+from draftwing.engine.image_features import ImageFeatures
 from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import zeros_as_written
 from draftwing.ops.attention.batch import Batch, spans_of
@@ -54,12 +55,13 @@ class DraftKVBacklog:
         deferral: DraftDeferral = NO_DEFERRAL,
         sizes: Sequence[int] = (),
         slots: int = 0,
+        images: ImageFeatures | None = None,
     ) -> None:
         """width: of the target's auxiliary hidden states, 0 for none; dtype: of them.  deferral: of prompts.  sizes:
         numbers of rows that are tried before the first request, ascending; for others libraries would load kernels
-        while somebody waits.  slots: of the pool."""
+        while somebody waits.  slots: of the pool.  images: in prompts."""
         assert drafter.kv_layers
-        self._drafter, self._table, self._ops = drafter, table, ops
+        self._drafter, self._table, self._ops, self._images = drafter, table, ops, images
         rows, device = table.rows + 1, table.kv_len.device
         self.by_slot = deferral.by_slot
         self._slots = zeros_as_written((slots + 1, width), dtype, device) if self.by_slot and width else None  # [S, T]
@@ -197,6 +199,8 @@ class DraftKVBacklog:
             chunks=spans_of([Chunk(part.row, part.start, part.length, False) for part in parts]),
             bound=int((starts + lengths).max()),
         )  # fmt: skip
+        if self._images is not None:
+            batch = self._images.of_texts(parts, batch)
         aux_hidden = None if kept is None else torch.cat([kept[part.at : part.at + part.length] for part in parts])
         if self._slots is not None:
             aux_hidden = self._ops.take_rows(self._slots, batch.write_slots)

@@ -89,11 +89,27 @@ class Executor:
         self.aux_layers: tuple[int, ...] = drafter.aux_layers if drafter is not None else ()
         self.target = TargetForward(model, self.aux_layers, table, attn, device, self.graphs, graph_size, chunk, mixed)
         self.prefills = self.target.prefills
+        self._images: ImageFeatures | None = None
+        if model.tower is not None:
+            in_axes, heads = (
+                any(rope.sections for rope in model.config.ropes),
+                drafter is not None and drafter.lookahead > 0,
+            )
+            self._images = ImageFeatures(model.tower, in_axes, table.rows + 1, device, model.config.products, heads)
+            table.shift = self._images.shift
         self._backlog: DraftKVBacklog | None = None
         if drafter is not None and drafter.kv_layers:
             width = len(self.aux_layers) * model.config.hidden_size
             self._backlog = DraftKVBacklog(
-                drafter, table, self.ops, width, model.dtype, deferral, batch_sizes(graph_size), attn.pool.slots
+                drafter,
+                table,
+                self.ops,
+                width,
+                model.dtype,
+                deferral,
+                batch_sizes(graph_size),
+                attn.pool.slots,
+                self._images,
             )
         self._tail = drafter.tail if drafter is not None else 0
         self._batches = Batches(table, device.ops)
@@ -103,10 +119,6 @@ class Executor:
             drafter.calibration = self.calibration
         self.heads = LoadedHeads(drafter, device, self.calibration)
         self.adapters: AdapterSlots | None = None
-        self._images: ImageFeatures | None = None
-        if model.tower is not None:
-            in_axes = any(rope.sections for rope in model.config.ropes)
-            self._images = ImageFeatures(model.tower, in_axes, table.rows + 1, device, model.config.products)
         self._features = RequestFeatures(model, drafter, table, device, self.calibration)
         self.commit_stage = CommitStage(
             model, drafter, table, self.ops, self._batches, self._features, self._backlog, self.calibration, simulation

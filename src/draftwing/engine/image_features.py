@@ -8,7 +8,7 @@ A row without images costs a plan no more than a look at a set, and steps, where
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwing.core import Admission, Chunk, IntArray, Plan
+from draftwing.core import Admission, Chunk, DraftChunk, IntArray, Plan
 from draftwing.engine.devices.base import Device
 from draftwing.models.towers.base import Tower
 from draftwing.ops.attention.batch import Batch, ChunkSpan, ImageRows
@@ -24,6 +24,7 @@ from draftwing.requests.images import RequestImage, axes_of
 from draftwing.sched.tower_schedule import TowerPiece
 
 BUDGET = 256 << 20  # bytes of features that are kept
+_SEEN = np.empty((0, 0, 3), np.uint8)  # pixels of an image that no tower reads any more
 
 
 class _Row(NamedTuple):
@@ -41,17 +42,18 @@ class ImageFeatures:
     embedding; None: nothing ever is.  runs: of the tower so far."""
 
     def __init__(
-        self, tower: Tower, in_axes: bool, rows: int, device: Device, products: int, budget: int = BUDGET
+        self, tower: Tower, in_axes: bool, rows: int, device: Device, products: int, heads: bool, budget: int = BUDGET
     ) -> None:
         """in_axes: whether the model's rotary embedding has three axes.  rows: of the row table, the dummy included.
-        products: that a token takes of the language model.  budget: bytes of features that are kept when no prompt in
-        work needs them."""
+        products: that a token takes of the language model.  heads: whether a draft head reads the token behind each of
+        a prompt's.  budget: bytes of features that are kept when no prompt in work needs them."""
         self._tower, self._device, self._products, self._budget = tower, device, products, budget
+        self._heads = heads
         self._begun: tuple[tuple[int, bytes], Iterator[Tensor | None]] | None = None  # an image that is not read yet
         self.shift = torch.zeros(rows, dtype=torch.int64, device=device.device) if in_axes else None
         self.runs = self.held = 0
         self._shifted: set[int] = set()  # rows with a shift
-        self._rows: dict[int, _Row] = {}  # whose prompts are in work
+        self._rows: dict[int, _Row] = {}  # whose prompts are in work, for heads all
         self._known: OrderedDict[tuple[int, bytes], Tensor] = OrderedDict()  # by salt and digest, the newest last
 
     def admit(self, admissions: Sequence[Admission]) -> None:
@@ -85,36 +87,55 @@ class ImageFeatures:
         any."""
         if not any(chunk.row in self._rows for chunk in plan.chunks):
             return batch
-        images = self._features(plan.chunks)
+        images = self._features(plan.chunks, self._of)
         turns = None if self.shift is None else self._device.upload(self._turns(plan.chunks).ravel()).view(3, -1)
         mutual = self._tower.config.mutual if images is not None else ""
         if mutual:
             batch = batch._replace(mutual=mutual, chunks=self._mutual(plan.chunks, batch))
+        following = self._features(plan.chunks, self._of, 1) if self._heads else None
         for chunk in plan.chunks:
-            if chunk.final:
-                self._rows.pop(chunk.row, None)
-        return batch._replace(turns=turns, images=images)
+            row = self._rows.pop(chunk.row, None) if chunk.final else None
+            if row is not None and self._heads:  # which may see the prompt later
+                self._rows[chunk.row] = row._replace(images=tuple(one._replace(pixels=_SEEN) for one in row.images))
+        return batch._replace(turns=turns, images=images, following=following)
 
-    def _features(self, chunks: Sequence[Chunk]) -> ImageRows | None:
-        """Returns the rows of queries of the chunks that stand for images; None where none does."""
+    def of_texts(self, parts: Sequence[DraftChunk], batch: Batch) -> Batch:
+        """Returns the batch of texts that a draft head sees later than the target with what images are in them."""
+        if not any(part.row in self._rows for part in parts):
+            return batch
+        turns = None if self.shift is None else self._device.upload(self._turns(parts).ravel()).view(3, -1)
+        return batch._replace(turns=turns, following=self._features(parts, self._found, 1))
+
+    def _found(self, image: RequestImage, salt: int) -> Tensor | None:
+        """Returns all rows of an image where they are there: no text depends on them."""
+        return self._known.get((salt, image.digest))
+
+    def _features(
+        self, chunks: Sequence[Chunk | DraftChunk], of: Callable[[RequestImage, int], Tensor | None], ahead: int = 0
+    ) -> ImageRows | None:
+        """Returns the rows of queries of the chunks that stand for images; None where none does. of: gives all rows of
+        an image, of a salt.  ahead: 1 for those of the tokens behind each query, as a head reads them."""
         parts, offset = list[tuple[int, Tensor]](), 0  # where some of an image's rows begin, and they
         for chunk in chunks:
-            for image in self._rows[chunk.row].images if chunk.row in self._rows else ():
-                first, end = max(image.start, chunk.start), min(image.end, chunk.start + chunk.length)
-                if first < end:
-                    part = self._of(image, self._rows[chunk.row].salt)[first - image.start : end - image.start]
-                    parts.append((first - chunk.start + offset, part))
+            row, begin = self._rows.get(chunk.row), chunk.start + ahead
+            for image in row.images if row is not None else ():
+                first, end = max(image.start, begin), min(image.end, begin + chunk.length)
+                if row is None or first >= end:
+                    continue
+                found = of(image, row.salt)
+                if found is not None:
+                    parts.append((first - begin + offset, found[first - image.start : end - image.start]))
             offset += chunk.length
         if not parts:
             return None
         mask = np.zeros(-(-offset // 8) * 8, np.bool_)
-        rows = parts[0][1].new_empty(offset, parts[0][1].shape[1])
+        config = self._tower.config
+        rows = parts[0][1].new_empty(offset, config.width if ahead else config.row_size)
         for at, part in parts:
             mask[at : at + len(part)] = True
-            rows[at : at + len(part)] = part
-        return ImageRows(
-            self._device.upload(mask.view(np.int64)).view(torch.bool)[:offset], rows, self._tower.config.deep
-        )
+            rows[at : at + len(part)] = part[:, : rows.shape[1]]
+        uploaded = self._device.upload(mask.view(np.int64)).view(torch.bool)[:offset]
+        return ImageRows(uploaded, rows, 0 if ahead else config.deep)
 
     def _mutual(self, chunks: Sequence[Chunk], batch: Batch) -> tuple[ChunkSpan, ...]:
         """Returns the spans of chunks with the images in them."""
@@ -126,7 +147,7 @@ class ImageFeatures:
             found.append(span._replace(mutual=tuple((image.start, image.end) for image in some)))
         return tuple(found)
 
-    def _turns(self, chunks: Sequence[Chunk]) -> IntArray:
+    def _turns(self, chunks: Sequence[Chunk | DraftChunk]) -> IntArray:
         """Returns positions of the chunks' queries in three axes, [3, M]."""
         parts = []
         for chunk in chunks:

@@ -88,7 +88,7 @@ class DecoderModel(nn.Module):
         self._ops = PLAIN
         self._queries = QueryAdapters()
         # Rounded as the embedding is.
-        self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
+        self.embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
         self._scatter: Tensor | None = None  # of its experts
         self.inexact: list[str] = []  # once packed: weights whose rows may have other bits in another batch, and why
         self.tower: Tower | None = None  # what reads images; no part of the decoder
@@ -234,7 +234,7 @@ class DecoderModel(nn.Module):
         """ids [M] -> [M, hidden]: embeddings, times the factor that the model has for them, or rows of features, which
         have none."""
         x = self.embed(ids)
-        x = x if self._embed_scale == 1 else self._ops.add_scaled(x, None, self._embed_scale)
+        x = x if self.embed_scale == 1 else self._ops.add_scaled(x, None, self.embed_scale)
         if images is not None:
             images.put(x)
         return x

@@ -45,6 +45,8 @@ class RowTensors:
         self.ban_ids = zeros(ban_ids)  # [R + 1, S] padded with -1
         self.floats = zeros(3, dtype=torch.float32)  # [R + 1, 3]: temperature, top_p, min_p
         self.dummy_len = self.kv_len[rows:]  # [1] kv_len of the dummy, a view
+        # [R + 1]: what is added to positions behind the images of each row for a rotary embedding in three axes
+        self.shift: Tensor | None = None
         self.steps = torch.arange(length, device=device)  # [L] 0, 1, ..., to be cut to what is needed
 
     def slots_at(self, rows: Tensor, positions: Tensor) -> Tensor:

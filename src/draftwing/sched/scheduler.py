@@ -81,7 +81,7 @@ class Scheduler:
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._alone = False  # whether parts of prompts could not be beside the plan before: they are next
         self._prefills = PrefillBudget(config.at_once, config.prefill_seconds)
-        self.tower_schedule = TowerSchedule(self._prefills, config.chunk_tokens)
+        self.tower_schedule = TowerSchedule(self._prefills, config.chunk_tokens, config.lookahead)
         self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()

@@ -26,11 +26,12 @@ class TowerSchedule:
     with a salt, for the first one from a position of the prompt on that is not read yet, and takes longer than so many
     tokens."""
 
-    def __init__(self, prefills: PrefillBudget, most: int) -> None:
-        """most: tokens of a piece, where it is not known how long they take."""
+    def __init__(self, prefills: PrefillBudget, most: int, lookahead: int = 0) -> None:
+        """most: tokens of a piece, where it is not known how long they take.  lookahead: tokens before an image with
+        which a draft head reads it."""
         self.unseen: Callable[[Sequence[RequestImage], int, int, int], RequestImage | None] = lambda *asked: None
         self.next: TowerPiece | None = None
-        self._prefills, self._most = prefills, most
+        self._prefills, self._most, self._lookahead = prefills, most, lookahead
         self._unseen: dict[Req, RequestImage] = {}
 
     def plan(self, running: Sequence[Req], steps: bool, prefilled: Sequence[Chunk]) -> bool:
@@ -57,4 +58,4 @@ class TowerSchedule:
     def room(self, req: Req) -> int:
         """Returns how many tokens of a prompt may be prefilled now."""
         image = self._unseen.get(req)
-        return req.unsent if image is None else max(image.start - req.sent, 0)
+        return req.unsent if image is None else max(image.start - self._lookahead - req.sent, 0)

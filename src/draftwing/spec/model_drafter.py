@@ -134,6 +134,7 @@ class ModelDrafter(HeadDrafter):
                 path_len=at.path_len,
                 window=window,
                 bound=max_kv_len + window,
+                turns=self._turns(table, rows, at.positions.flatten()),
             )
             hidden = self._run(batch, at.feature, level).view(size, topk, -1)
             expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy, editor), hidden)
@@ -165,7 +166,7 @@ class ModelDrafter(HeadDrafter):
         if count is None:
             self._extend_chunks(table, batch, feature, next_ids, noisy)
             return
-        batch = batch._replace(ids=next_ids) if self.lookahead else self._with_newest(table, batch, next_ids)
+        batch = self._shifted(seen) if self.lookahead else self._with_newest(table, batch, next_ids)
         newest = self._newest(self._run(batch, feature, 0), batch.rows, count, self.lookahead)
         self._keep_first(table, batch.rows, newest, noisy)
 
@@ -179,7 +180,18 @@ class ModelDrafter(HeadDrafter):
         last = count + torch.arange(-1, size - 1, seen.width, device=count.device)  # [B] which query is the newest
         feature = self.head.features(aux_hidden)
         rows = batch.rows if drafts else batch.rows[:0]
-        self._write(table, batch._replace(ids=next_ids), feature, rows, lambda x: x.index_select(0, last), noisy)
+        self._write(table, self._shifted(seen), feature, rows, lambda x: x.index_select(0, last), noisy)
+
+    def _shifted(self, seen: SeenTokens) -> Batch:
+        """Returns the accepted path of each row with the token behind each query in place of its own."""
+        table, batch = seen.table, seen.batch
+        return batch._replace(ids=seen.next_ids, turns=self._turns(table, batch.rows, batch.positions))
+
+    def _turns(self, table: RowTensors, rows: Tensor, positions: Tensor) -> Tensor | None:
+        """Returns where as many queries of each row stand for a rotary embedding in three axes: behind all images."""
+        if not self.head.in_axes or table.shift is None:
+            return None
+        return self.ops.row_numbers(table.shift, rows, len(positions) // len(rows), positions)
 
     def _write(
         self, table: RowTensors, batch: Batch, feature: Tensor, rows: Tensor, newest: Callable[[Tensor], Tensor],
@@ -187,14 +199,15 @@ class ModelDrafter(HeadDrafter):
     ) -> None:  # fmt: skip
         """Writes keys and values of all queries, and runs the head on the newest alone, whose output is all that is
         wanted. newest: of the batch's queries [M, ...] those of rows [F]; noisy: among these."""
-        self.head.write(batch.ids, batch.positions, feature, self._bind(batch))
+        with self.head.showing(batch.following):
+            self.head.write(batch.ids, self._places(batch), feature, self._bind(batch))
         if not rows.shape[0]:
             return
         positions = newest(batch.positions)
         zero = torch.zeros_like(positions).unsqueeze(1)
         alone = Batch(
             rows, newest(batch.ids), positions, newest(batch.write_slots), batch.table, positions, zero.unsqueeze(2),
-            zero + 1, window=1, bound=batch.bound,
+            zero + 1, window=1, bound=batch.bound, turns=self._turns(table, rows, positions),
         )  # fmt: skip
         hidden = self._run(alone, newest(feature), 0)
         self._keep_feature(rows, hidden)
@@ -259,7 +272,11 @@ class ModelDrafter(HeadDrafter):
         self.ops.keep_first(following, rows, self._first, self.head.target_ids)
 
     def _run(self, batch: Batch, feature: Tensor | None, level: int) -> Tensor:
-        return self.head.run(batch.ids, batch.positions, feature, level, self._bind(batch))
+        return self.head.run(batch.ids, self._places(batch), feature, level, self._bind(batch))
+
+    def _places(self, batch: Batch) -> Tensor:
+        """Returns positions for the head's rotary embedding."""
+        return batch.positions if batch.turns is None or not self.head.in_axes else batch.turns
 
     def _continuations(
         self, table: RowTensors, rows: Tensor, hidden: Tensor, ahead: int, topk: int, noisy: Tensor,

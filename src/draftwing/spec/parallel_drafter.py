@@ -64,4 +64,5 @@ class ParallelDrafter(ModelDrafter):
         bound = min(max_kv_len + width, table.page_table.shape[1])
         inputs = chain._asdict()
         batch = Batch(rows, table=table.page_table, prefix_len=prefix_len, window=width, bound=bound, **inputs)
+        batch = batch._replace(turns=self._turns(table, rows, batch.positions))
         return self._run(batch, ops.repeat_rows(self.head.mask_feature(), count), 1)

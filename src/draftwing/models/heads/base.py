@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from draftwing.errors import ConfigError
 from draftwing.kv.pool import SlotSpec
 from draftwing.layers.attention import Attention
 from draftwing.layers.decoder_layer import DecoderLayer
+from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.groups import GroupFormat
@@ -27,6 +29,7 @@ from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel, pack_layers
 from draftwing.models.weight_map import named, stored_tensors
 from draftwing.ops.attention.attend import Attend
+from draftwing.ops.attention.batch import ImageRows
 from draftwing.ops.gemm.contract import HeadTopK
 from draftwing.ops.table import PLAIN, LayerOps
 from draftwing.parallel.cut import Cut
@@ -51,7 +54,8 @@ class DraftHead:
     target's feature at t; n where there are n layers, the last of which makes it of token t + n (`MTPDrafter`).
     aux_layers: target layers that the feature is made of.  width: size of a row's feature, 0 where rows have none.
     target_ids [Vd]: the target's id of each of the head's tokens, None where they are the same.
-    top_k: `logits` and the best of them in one call, None where there is none.
+    top_k: `logits` and the best of them in one call, None where there is none.  in_axes: whether its rotary embedding
+    takes positions in three axes.
     forward_name: the method that runs the network, which --enable-torch-compile compiles."""
 
     lookahead: int = 0
@@ -61,6 +65,7 @@ class DraftHead:
     kv_layers: Sequence[SlotSpec]
     target_ids: Tensor | None = None
     top_k: HeadTopK | None = None
+    in_axes: bool = False
     forward_name: str = "run"
 
     def set_max_positions(self, positions: int) -> None:
@@ -76,6 +81,11 @@ class DraftHead:
         """ids, positions [M]; features [M, width] -> hidden [M, width or own size], fed back to the rows' children.
         level: 0 for committed text, 1, 2, ... in tree expansion (a head may have one layer per level)."""
         raise NotImplementedError
+
+    @contextmanager
+    def showing(self, images: ImageRows | None) -> Iterator[None]:
+        """Has calls within read rows of features in place of some embeddings."""
+        yield
 
     def write(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> None:
         """Writes what `run` leaves in the pool of committed text, for rows whose output nobody wants; heads of one
@@ -116,11 +126,26 @@ class FeatureHead(DraftHead, nn.Module):
         (rotates,) = {layer.mixer.rotates for layer in self.layer_configs}
         assert rotates is not None and len(self.kv_layers) == len(kept), "layers of heads are alike, and keep something"
         self.rope = Rope(config.ropes[rotates[0]], rotates[1], dtype)
+        self.in_axes = bool(self.rope.config.sections)
         self.lm_head: Linear | None = None  # of its own, see `add_lm_head`
         self._target = (target,)  # in a tuple, where nn.Module does not look for parameters
         self.head_rows: Linear | None = None  # of the target's head, which `restrict` took
         self.quantized_lm_head: Linear | None = None  # a copy of what `output_layer` has, for few rows
         self.ops = PLAIN
+        self._shown: ImageRows | None = None
+
+    @contextmanager
+    def showing(self, images: ImageRows | None) -> Iterator[None]:
+        self._shown = images
+        try:
+            yield
+        finally:
+            self._shown = None
+
+    @property
+    def embedding(self) -> Embedding | Shown:
+        """Returns where rows of the target's tokens are read from, and of images, which some calls are shown."""
+        return self.target.embed if self._shown is None else Shown(self.target, self._shown)
 
     def features(self, aux_hidden: Tensor) -> Tensor:
         """Returns features as they are: what heads read that go on from the target's output after its final norm."""
@@ -239,6 +264,23 @@ def vocabulary_maps(target_ids: Tensor | None, vocab: int) -> Iterator[tuple[str
     yield "d2t", target_ids - torch.arange(target_ids.shape[0], device=target_ids.device)
     kept = torch.zeros(vocab, dtype=torch.bool, device=target_ids.device)
     yield "t2d", kept.index_fill(0, target_ids, True)
+
+
+class Shown:
+    """A target's `Embedding` with rows of images in place of some of its own."""
+
+    def __init__(self, target: DecoderModel, images: ImageRows) -> None:
+        self._target, self._images = target, images
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids [M] -> [M, hidden]"""
+        x = self._target.embed(ids)
+        self._images.put(x, 1 / self._target.embed_scale)
+        return x
+
+    def source(self, ids: Tensor) -> tuple[None, Tensor]:
+        """Does as `Embedding.source`."""
+        return None, self(ids)
 
 
 class DraftLM(DraftHead):

@@ -24,7 +24,7 @@ from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.norm import RMSNorm
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.base import FeatureHead, Shown
 from draftwing.models.weight_map import layer_names, named
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.table import LayerOps
@@ -63,7 +63,7 @@ class EagleHead(FeatureHead):
     def _join(self, ids: Tensor, features: Tensor | None) -> Tensor:
         """ids [M], features [M, hidden] -> [M, hidden]"""
         assert features is not None
-        return self.fc(self.ops.fuse_inputs(*self.target.embed.source(ids), features))
+        return self.fc(self.ops.fuse_inputs(*self.embedding.source(ids), features))
 
     def names(self) -> dict[str, ParamSlice]:
         table = named(self.config.weight_format, "fc", "fc", 0, self.config.hidden_size)
@@ -125,13 +125,15 @@ class FusionLayer(DecoderLayer):
         self.hidden_norm = RMSNorm(config.hidden, config.norm.eps, dtype, device)
         self.from_normed = from_normed
 
-    def join(self, ids: Tensor, embed: Embedding, feature: Tensor) -> Tensor:
+    def join(self, ids: Tensor, embed: Embedding | Shown, feature: Tensor) -> Tensor:
         """ids [M], feature [M, hidden] -> [M, 2 * hidden], what it attends with"""
         assert self.attn_norm is not None
         norms = self.attn_norm.weight, self.hidden_norm.weight
         return self._ops.fuse_inputs(*embed.source(ids), feature, norms, self.hidden_norm.eps)
 
-    def fuse(self, ids: Tensor, embed: Embedding, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def fuse(
+        self, ids: Tensor, embed: Embedding | Shown, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> Tensor:
         """ids [M], feature [M, hidden] -> [M, hidden]"""
         fused = self.join(ids, embed, feature)
         return self.mix(fused, fused[:, feature.shape[1] :] if self.from_normed else feature, cos, sin, attend)
@@ -198,7 +200,7 @@ class Eagle3Head(FeatureHead):
         to be fed what comes after it."""
         assert features is not None
         cos, sin = self._rotation(positions)
-        x = self.fusion.fuse(ids, self._embedding, features, cos, sin, attend)
+        x = self.fusion.fuse(ids, self.embedding, features, cos, sin, attend)
         for layer in self.later:
             x = layer(x, cos, sin, attend)
         return self.norm(x) if self.eagle.norm_output else x
@@ -207,12 +209,12 @@ class Eagle3Head(FeatureHead):
         if len(self.later):
             return super().write(ids, positions, features, attend)
         assert features is not None
-        joined = self.fusion.join(ids, self._embedding, features)
+        joined = self.fusion.join(ids, self.embedding, features)
         self.fusion.mixer.write(joined, *self._rotation(positions), attend)
 
     @property
-    def _embedding(self) -> Embedding:
-        return self.target.embed if self.embed is None else self.embed
+    def embedding(self) -> Embedding | Shown:
+        return super().embedding if self.embed is None else self.embed
 
     def output_layer(self) -> tuple[RMSNorm | None, Linear]:
         return None if self.eagle.norm_output else self.norm, super().output_layer()[1]

@@ -29,7 +29,7 @@ from draftwing.layers.norm import RMSNorm
 from draftwing.layers.streams import StreamedLayer, Streams, stored_streams
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.base import FeatureHead
+from draftwing.models.heads.base import FeatureHead, Shown
 from draftwing.models.weight_map import MTP, MTP_LAYERS, entries, layer_names, named
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.table import LayerOps
@@ -57,7 +57,7 @@ class MTPLayer(nn.Module):
         self.layer = DecoderLayer(layer, index, dtype, device)
         self.final_norm = RMSNorm(hidden, eps, wide, device)
 
-    def join(self, ids: Tensor, positions: Tensor, embed: Embedding, feature: Tensor, ops: LayerOps) -> Tensor:
+    def join(self, ids: Tensor, positions: Tensor, embed: Embedding | Shown, feature: Tensor, ops: LayerOps) -> Tensor:
         """ids, positions [M], feature [M, hidden] -> [M, hidden], what the decoder layer runs on"""
         if self._embedding_first:
             return self.input_proj(ops.concat_columns(self.token_norm(embed(ids)), self.hidden_norm(feature)))
@@ -88,7 +88,7 @@ class StreamedMTPLayer(nn.Module):
         self.layer = StreamedLayer(layer, index, dtype, device)
         self.mixer = Streams(layer.streams, hidden, norm, dtype, device, form, adds=False)
 
-    def join(self, ids: Tensor, positions: Tensor, embed: Embedding, feature: Tensor, ops: LayerOps) -> Tensor:
+    def join(self, ids: Tensor, positions: Tensor, embed: Embedding | Shown, feature: Tensor, ops: LayerOps) -> Tensor:
         """ids [M], feature [M, count * hidden] -> [M, count * hidden]"""
         own = self.token_proj(self.token_norm(embed(ids)))
         streams = self.stream_proj(self.hidden_norm(feature).view(-1, self._hidden)).view(-1, self._count, self._hidden)
@@ -146,7 +146,7 @@ class MTPHead(FeatureHead):
         cos, sin = self._rotation(positions)
         for mtp in self.layers:
             assert isinstance(mtp, MTPLayer | StreamedMTPLayer)
-            mtp.layer.write(mtp.join(ids, positions, self.target.embed, features, self.ops), cos, sin, attend)
+            mtp.layer.write(mtp.join(ids, positions, self.embedding, features, self.ops), cos, sin, attend)
 
     def run_layer(self, ids: Tensor, positions: Tensor, features: Tensor, layer: int, attend: Attend) -> Tensor:
         """ids [M]: for layer j the token 1 + j after the row's; positions [M], features [M, hidden] -> [M, hidden]
@@ -154,7 +154,7 @@ class MTPHead(FeatureHead):
         cos, sin = self._rotation(positions)
         mtp = self.layers[layer]
         assert isinstance(mtp, MTPLayer | StreamedMTPLayer)
-        return mtp(mtp.join(ids, positions, self.target.embed, features, self.ops), cos, sin, attend)
+        return mtp(mtp.join(ids, positions, self.embedding, features, self.ops), cos, sin, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
         last = self.layers[-1]

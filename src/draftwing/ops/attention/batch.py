@@ -158,16 +158,20 @@ class ImageRows(NamedTuple):
     deep: int = 0
     first: int = 0
 
-    def put(self, x: Tensor) -> None:
-        """Puts features in place of embeddings x [M, H]."""
-        part = x[self.first : self.first + len(self.mask)]
-        torch.where(self.mask.unsqueeze(1), self.rows[:, : x.shape[1]], part, out=part)
+    def put(self, x: Tensor, factor: float = 1.0) -> None:
+        """Puts features, times a factor, in place of embeddings x [M, H]."""
+        part, rows = x[self.first : self.first + len(self.mask)], self.rows[:, : x.shape[1]]
+        torch.where(self.mask.unsqueeze(1), rows if factor == 1 else rows * factor, part, out=part)
 
     def add(self, x: Tensor, layer: int) -> None:
         """Adds to what a layer made, x [M, H]. layer: from 1 on."""
         part = x[self.first : self.first + len(self.mask)]
         mine = self.rows[:, layer * x.shape[1] : (layer + 1) * x.shape[1]]
         torch.where(self.mask.unsqueeze(1), part + mine, part, out=part)
+
+    def part(self, here: slice) -> ImageRows:
+        """Returns those of some of the queries."""
+        return self._replace(mask=self.mask[here], rows=self.rows[here])
 
     def blanked(self, ids: Tensor, blank: int) -> Tensor:
         """ids [M] -> the same with another id where there are features"""
@@ -209,6 +213,7 @@ class Batch(NamedTuple):
     # Where a rotary embedding has other positions than the text, behind an image: [M], or [3, M] in three axes.
     turns: Tensor | None = None
     images: ImageRows | None = None
+    following: ImageRows | None = None  # of the token behind each query, for draft heads, which read that; one for it
     mutual: Mutual = ""  # where `ChunkSpan.mutual` holds; `write_slots` has all of these tokens, or they are written
 
     def mutual_in(self, kind: AttentionKind) -> bool:
@@ -225,6 +230,9 @@ class Batch(NamedTuple):
         return self._replace(
             rows=self.rows[first:end], ids=self.ids[here], positions=self.positions[here],
             write_slots=self.write_slots[here], prefix_len=self.prefix_len[first:end], chunks=tuple(chunks),
+            turns=None if self.turns is None else self.turns[..., here],
+            images=None if self.images is None else self.images.part(here),
+            following=None if self.following is None else self.following.part(here),
         )  # fmt: skip
 
     def padded(self, size: int, dummy: int) -> Batch:

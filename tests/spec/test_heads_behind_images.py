@@ -1,0 +1,135 @@
+"""What a head that reads a target's features keeps of a prompt with pictures, against float64: rows of features in
+place of the placeholder's embedding, and positions in three axes, whenever it sees the prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from engine_rig import Cycle, Rig, greedy
+from image_models import (
+    PAD,
+    encoded,
+    features,
+    inputs_of,
+    loaded,
+    picture,
+    reference,
+    with_prediction_layer,
+    write_model,
+)
+from reference.qwen_mtp import Reference
+from torch import Tensor
+
+from draftwing.config.trees import TreeShape
+from draftwing.core import NO_DEFERRAL, DraftDeferral
+from draftwing.images.processing import Tile
+from draftwing.images.reader import Picture, Prompt, placed, read
+from draftwing.models.heads.loader import load_mtp_head
+from draftwing.ops import make_ops
+from draftwing.requests.images import axes_of
+from draftwing.spec.build import make_model_drafter
+from draftwing.train.heads import new_eagle_head
+
+SHOWN = [(40, 30, 0), (64, 16, 1)]
+CHAIN = TreeShape(2, 1, 3)
+DEFERRALS = {"at once": NO_DEFERRAL, "by slot": DraftDeferral(0, 40, by_slot=True), "later": DraftDeferral(200, 200)}
+
+
+# In which the pool has a head's elements: those that are turned, 8 of 32, are paired over its halves.
+ORDER = [*range(4), *range(8, 20), *range(4, 8), *range(20, 32)]
+
+
+class Asked(NamedTuple):
+    drafter: Any
+    model: Any
+    weights: dict[str, Tensor]
+    ids: list[int]
+    images: Any
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Asked:
+    folder: Path = write_model(tmp_path_factory.mktemp("images") / "model", "qwen3.5")
+    weights = with_prediction_layer(folder, "qwen3.5")
+    model, processor = loaded(folder)
+    head = load_mtp_head(folder, model, torch.float32, "cpu")
+    ops = make_ops(torch.device("cpu"))
+    head.pack(ops)
+    pieces = [read(Picture(encoded(picture(*one)), "x"), processor) for one in SHOWN]
+    counts = [sum(isinstance(piece, Tile) for piece in every) for every in pieces]
+    places = [one for count in counts for one in (90, *[PAD] * count, 91)]
+    ids, images = placed([7, 60, 61, *places, 70, 33], Prompt("", pieces), processor)
+    drafter = make_model_drafter(head, 5, 2, torch.float32, ops)
+    return Asked(drafter, model, weights, ids, images)
+
+
+def merged(asked: Asked, text: list[int]) -> tuple[Tensor, Tensor]:
+    """What the target reads of a text, and its last hidden states, [T, hidden], by transformers."""
+    model, inputs = inputs_of("qwen3.5", text, [picture(*one) for one in SHOWN])
+    states = model.model(**inputs).last_hidden_state[0].double()
+    shown = torch.cat([features("qwen3.5", picture(*one))[0] for one in SHOWN]).double()
+    embeddings = model.model.language_model.embed_tokens(torch.tensor(text)).double()
+    for image in asked.images:
+        embeddings[image.start : image.end], shown = shown[: image.tokens], shown[image.tokens :]
+    return embeddings, states
+
+
+@torch.inference_mode()
+def expected(asked: Asked, text: list[int]) -> tuple[Tensor, Tensor]:
+    """Keys and values [T - 1, heads, size] of the prediction layer of a whole text."""
+    theirs = reference("qwen3.5")
+    inner = SimpleNamespace(
+        config=theirs.config.get_text_config(), model=theirs.model.language_model, lm_head=theirs.lm_head
+    )
+    written, (embeddings, states) = Reference(inner, asked.weights), merged(asked, text)
+    axes, _ = axes_of(asked.images, len(text))  # which tests/models/towers compare with transformers
+    for i in range(len(text) - 1):
+        written.row(embeddings[i + 1], states[i], axes[:, i].tolist())
+    return torch.stack([torch.stack(one)[:, ORDER] for one in written.past[0]]), torch.stack(written.past[1])
+
+
+def seen(asked: Asked, drafter: Any, deferral: str, chunk: int) -> list[tuple[list[int], Tensor]]:
+    """Texts for which there were drafts, and what was kept of them by then, [T - 1, heads, 2, size]."""
+    rig = Rig(asked.model, policy=Cycle(CHAIN), drafter=drafter, chunk=chunk, rows=4, deferral=DEFERRALS[deferral])
+    propose, found = drafter.propose, list[tuple[list[int], Tensor]]()
+
+    def look(step: Any) -> Any:
+        table, row = step.table, int(step.rows[0])
+        length = int(table.kv_len[row])
+        stored = rig.pool.kv[len(asked.model.kv_layers)][table.page_table[row, :length]].clone()
+        found.append((table.tokens[row, : length + 1].tolist(), stored))
+        return propose(step)
+
+    drafter.propose = look
+    for first, tokens in ((5, 8), (7, 12), (7, 6)):  # another one before it, and it again, which is cached
+        rig.submit(str(tokens), [first, *asked.ids[1:]], greedy(tokens), images=asked.images)
+        rig.run()
+    drafter.propose = propose
+    assert len(found) > 6
+    return [found[0], found[-5], found[-1]]
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize("deferral", DEFERRALS)
+def test_a_prediction_layer(asked: Asked, deferral: str, chunk: int) -> None:
+    for text, stored in seen(asked, asked.drafter, deferral, chunk):
+        for ours, theirs in zip(stored.double().unbind(2), expected(asked, text), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_an_eagle_head(asked: Asked) -> None:
+    """Whose values are products of (embedding, feature)."""
+    head = new_eagle_head(asked.model, 96, seed=3).float().eval().requires_grad_(False)
+    named = {name: value.double().clone() for name, value in head.stored_tensors()}
+    ops = make_ops(torch.device("cpu"))
+    head.pack(ops)
+    for text, stored in seen(asked, make_model_drafter(head, 5, 2, torch.float32, ops), "at once", 7):
+        embeddings, states = merged(asked, text)
+        joined = torch.cat((embeddings[1:], states[:-1]), 1) @ named["fc.weight"].T
+        values = joined @ named["layers.0.self_attn.v_proj.weight"].T
+        torch.testing.assert_close(stored[:, :, 1].double().flatten(1), values, atol=2e-4, rtol=1e-4)
