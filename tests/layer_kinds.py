@@ -241,7 +241,8 @@ RECURRENT = {**HYBRIDS, "convolutions": (ShortConvConfig(64, 3), ATTENTION, Shor
 
 def config_of(mixers: Sequence[MixerConfig], positions: int = 128) -> ModelConfig:
     layers = tuple(LayerConfig(HIDDEN, mixer, 96) for mixer in mixers)
-    return ModelConfig("LlamaForCausalLM", HIDDEN, VOCAB, positions, layers, (RopeConfig(), RopeConfig(100.0)))
+    scaled = RopeConfig(query_beta=0.4, original_max_positions=16, apart=True)
+    return ModelConfig("LlamaForCausalLM", HIDDEN, VOCAB, positions, layers, (RopeConfig(), RopeConfig(100.0), scaled))
 
 
 def streams_config(positions: int = 128) -> ModelConfig:

@@ -12,7 +12,11 @@ from layer_kinds import INDEXED, KINDS, MAMBA1, PICKING, RECURRENT, config_of, s
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.latent import LatentAttentionConfig
 
-LATENTS = (LatentAttentionConfig(4, 16, 8, 16, 32), LatentAttentionConfig(4, 16, 8, 16, 32, query_latent=32))
+LATENTS = (
+    LatentAttentionConfig(4, 16, 8, 16, 32),
+    LatentAttentionConfig(4, 16, 8, 16, 32, query_latent=32),
+    LatentAttentionConfig(4, 16, 8, 16, 32, rope=2),  # whose queries are scaled by their position
+)
 WINDOWS = (AttentionConfig(4, 2, 16, window=6), AttentionConfig(4, 2, 16, window=24, sinks=True))
 MIXERS = {
     **KINDS,

@@ -364,6 +364,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    "mistral4": (
+        "Mistral4",
+        {
+            **LATENT,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "rope_parameters": {
+                **YARN,
+                "llama_4_scaling_beta": 0.3,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "partial_rotary_factor": 8 / 24,
+                "max_position_embeddings": 256,
+            },
+        },
+    ),
+    "mistral4-defaults": ("Mistral4", {**LATENT, "n_routed_experts": 6, "moe_intermediate_size": 32}),
     "llama4": (
         "Llama4",
         {

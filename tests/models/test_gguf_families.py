@@ -39,7 +39,7 @@ IN_FILES = {
     "apertus": ("apertus", False), "arcee": ("arcee", True),
     "hunyuan": ("hunyuan-dense", False), "hunyuan-moe": ("hunyuan-moe", False),
     "cohere": ("command-r", False), "cohere2": ("cohere2", False),
-    "dots1": ("dots1", False), "hunyuan-v3": ("hy_v3", False),
+    "dots1": ("dots1", False), "hunyuan-v3": ("hy_v3", False), "mistral4": ("mistral4", False),
     "stablelm": ("stablelm", False), "stablelm-parallel": ("stablelm", False), "starcoder2": ("starcoder2", False),
     "phi": ("phi2", False), "neox": ("gptneox", False), "neox-sequential": ("gptneox", False),
     "nemotron": ("nemotron", False), "solar": ("glm4moe", False),
@@ -107,6 +107,8 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any, predicts: bool) -> 
         writer.add_kv_lora_rank(config.kv_lora_rank)
         writer.add_q_lora_rank(config.q_lora_rank)
         writer.add_key_length(config.qk_head_dim)
+        if config.model_type == "mistral4":
+            writer.add_value_length(config.v_head_dim)
     else:
         writer.add_key_length(_head_dim(config))
         writer.add_value_length(_head_dim(config))
@@ -141,7 +143,8 @@ def _add_rope(writer: gguf_package.GGUFWriter, config: Any) -> None:
         if "attention_factor" in rope:
             writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
         if "llama_4_scaling_beta" in rope:
-            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+            times = 0.1 if config.model_type == "mistral4" else 1
+            writer.add_rope_scaling_yarn_log_mul(times * rope["mscale_all_dim"])
             writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope["rope_type"] == "longrope":
         original = rope["original_max_position_embeddings"]
@@ -198,6 +201,10 @@ def _add_experts(writer: gguf_package.GGUFWriter, config: Any) -> None:
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
+    if config.model_type == "mistral4":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
     if config.model_type in ("dots1", "sarvam_moe", "solar_open"):
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 0))

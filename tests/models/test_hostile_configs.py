@@ -64,6 +64,7 @@ PUBLISHED |= {
         "mellum2-12b-a2.5b",
         "minicpm4-8b",
         "ministral-8b-transformers-5",
+        "mistral-small-4-119b",
         "phi-3.5-moe",
         "trinity-mini",
         "vaultgemma-1b",

@@ -269,12 +269,16 @@ class LatentAttention(Mixer):
         return [self.down, *queries, *([] if self.index is None else self.index.linears()), *gate, self.o]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
-        config, rows = self.config, len(x)
+        config, rows, scale = self.config, len(x), None
+        if cos.shape[1] > 1:  # queries have a factor of their position
+            (cos, scale), sin = cos.split(1, 1), sin[:, :1]
         made = self.down(x)
         written = self._written(made, cos, sin, attend, self.query_norm)
         latents = self._query_latents(x, made, written)
         queries = made[:, : -config.width] if self.query is None else self.query(latents)
         queries = queries.unflatten(1, (config.heads, -1))
+        if scale is not None:
+            queries = queries * scale[..., :1]
         if self.index is not None:
             self.index.write(self.pool_layer, x, cos, sin, attend, self.ops)
         picks = config.index is not None and not attend.sees_at_most(config.index.topk)
@@ -311,7 +315,7 @@ class LatentAttention(Mixer):
         return self.query_norm(made[:, : self.config.query_latent]) if written is None else written
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
-        made = self.down.last(x, self.config.width)
+        made, cos, sin = self.down.last(x, self.config.width), cos[:, :1], sin[:, :1]
         if self._written(made, cos, sin, attend) is None:
             keys = self._latents(made, cos, sin)
             attend.write(self.pool_layer, keys, keys)

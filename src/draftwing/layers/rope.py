@@ -32,7 +32,7 @@ class RopeConfig:
     a proportional one; the others are the last of the head's.  long_divisors: of longrope (Ding et al. 2024, arXiv
     2402.13753), in place of `divisors` where the context is longer than `original_max_positions`.  query_beta:
     queries at position p are multiplied with 1 + query_beta * ln(1 + floor((p + query_shift) /
-    original_max_positions)).
+    original_max_positions)); apart: whether what is said of them is that factor alone, not the factors of both.
     sections: pairs that are turned by time, height and width where positions have these three axes (M-RoPE); pairs take
     turns, and those that are left are turned by time.
     """
@@ -53,6 +53,7 @@ class RopeConfig:
     long_divisors: tuple[float, ...] = ()
     query_beta: float = 0.0
     query_shift: int = 0
+    apart: bool = False
     sections: tuple[int, ...] = ()
 
     def for_context(self, positions: int) -> RopeConfig:
@@ -154,7 +155,8 @@ def rope_table(
         if config.query_beta:
             turns, each = np.unique((place + config.query_shift) // config.original_max_positions, return_inverse=True)
             scales = np.array([1 + config.query_beta * _log(1 + turn) for turn in turns.tolist()], np.float32)
-            block = np.concatenate((block, block * scales[each].reshape(-1, 1, 1)), 1)
+            plain = np.broadcast_to(np.array([[[1], [0]]], np.float32), block.shape) if config.apart else block
+            block = np.concatenate((block, plain * scales[each].reshape(-1, 1, 1)), 1)
         table[start : start + len(place)] = torch.from_numpy(block)
     return table.to(device)
 

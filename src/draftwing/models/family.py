@@ -172,7 +172,7 @@ class Family:
     local_theta: float | None = None
     nope: Callable[[Fields, Sequence[int]], Collection[int]] | None = None  # by windows: which layers turn nothing
     turns: Callable[[Fields], bool] | bool = True  # whether any layer does
-    query_scale: bool = False  # whether it reads `llama_4_scaling_beta`
+    query_scale: Literal["", "whole", "apart"] = ""  # "": it reads no `llama_4_scaling_beta`; see `RopeConfig.apart`
     sinks: bool = False
     wide_norms: bool = False
     norm_offset: float = 0.0

@@ -66,7 +66,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
     rope = replace(_rope(file, fields, form, theta), dims=attention.rotary)
     positions = context(rope, size("context_length"))
     if family.query_scale and (beta := fields.number("attention.temperature_scale", 0, 1e3, 0.0)):
-        rope = replace(rope, query_beta=beta)
+        rope = replace(rope, query_beta=beta, apart=family.query_scale == "apart")
         attention = replace(attention, scaled_queries=True)
     if not turns:
         rope = NOPE

@@ -70,14 +70,14 @@ def ropes(
     local_theta: float | None,
     max_positions: int,
     share: float | None = None,
-    query_scale: bool = False,
+    query_scale: str = "",
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """Returns the rotary embedding of the layers, and that of those with a window, None where it is the same.
 
     Reads `rope_theta` with `rope_scaling`, or `rope_parameters`, which holds both, and may hold them for each type of
     layer. theta: where the config has none.  local_theta: of layers with a window, for families that have one of
     their own, 0: that of all, not scaled.  share: of a head that is turned where the config does not say, None: all of
-    it always is.  query_scale: whether queries may be scaled by their position.
+    it always is.  query_scale: as `Family` has it.
     """
     given = rope_fields(fields)
     _check_beside(fields, given)
@@ -94,6 +94,7 @@ def ropes(
         made = rope(given, theta, max_positions, share)
         if beta:
             made = replace(made, query_beta=beta, original_max_positions=given.whole(trained))
+            made = replace(made, apart=query_scale == "apart")
         return made, None
     local_theta = fields.number("rope_local_base_freq", 1, 1e15, local_theta or theta)
     by_kind = any(given.get(kind) is not None for kind in (FULL, SLIDING))

@@ -19,11 +19,11 @@ from draftwing.models.families.deepseek import (
     experts,
     latent_attention,
     turned,
+    turned_apart,
 )
 from draftwing.models.families.kimi_linear import NAMES, NAMES_IN_GGUF, nets_in_gguf
 from draftwing.models.family import ATTENTION, MOST_TAPS, RECURRENT, ExpertNames, Family, InGGUF, layers_by_kind
 from draftwing.models.fields import WIDEST, Fields, Values
-from draftwing.models.positions import rope_fields
 
 _USUAL = {
     "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 2, "n_shared_experts": 1,
@@ -46,11 +46,8 @@ def _keys(fields: Fields) -> dict[str, Any]:
     found = fields.renamed(NAMES)
     every = fields.overruled(found)
     found |= {key: value for key, value in _USUAL.items() if not every.has(key)}
-    given, share = rope_fields(fields), "partial_rotary_factor"
-    if given.get(share) is not None:  # what is turned of a head is beside the rest of it
-        found[given.inside.rstrip(".")] = {key: value for key, value in given.items() if key != share}
     check_shared(fields.overruled(found))
-    return found
+    return found | turned_apart(fields)
 
 
 def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:

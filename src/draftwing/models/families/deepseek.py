@@ -55,6 +55,28 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
     return (replace(layer, mixer=latent_attention(fields)),) * count
 
 
+def turned_apart(fields: Fields) -> dict[str, Any]:
+    """Returns what says how positions are turned without the share of a head that is, which is beside the rest of it
+    here."""
+    given, share = rope_fields(fields), "partial_rotary_factor"
+    if given.get(share) is None:
+        return {}
+    return {given.inside.rstrip("."): {key: value for key, value in given.items() if key != share}}
+
+
+def _mistral_keys(fields: Fields) -> dict[str, Any]:
+    """Says what Mistral 4's configs need not."""
+    usual = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0}
+    return turned_apart(fields) | {key: value for key, value in usual.items() if not fields.has(key)}
+
+
+def _mistral_experts(fields: Fields, layers: int) -> ExpertConfig:
+    """Returns those of Mistral 4: by a softmax of all, whose shares are renormalised, without groups."""
+    fields.check("n_group", (1,))
+    found = experts(fields, layers)
+    return replace(found, routing=replace(found.routing, sigmoid=False, corrected=False))
+
+
 def _dense_latent(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     return (replace(layer, mixer=latent_attention(fields)),) * count
 
@@ -285,6 +307,15 @@ FAMILIES = {
             for name, kind in (("KimiK25", "kimi_k25"), ("Kimi_K25", "kimi_k25"), ("KimiVL", "kimi_vl"))
         },
         gguf=InGGUF("deepseek2", **_STORED, experts=IN_GGUF._replace(renormalised=False)),
+    ),
+    "Mistral4ForCausalLM": Family(
+        "mistral4",
+        **LATENT | {"experts": _mistral_experts},
+        keys=_mistral_keys,
+        query_scale="apart",
+        scaled=True,
+        wholes={"Mistral3ForConditionalGeneration": Whole("mistral3", {}, "mistral4")},
+        gguf=InGGUF("mistral4", **_STORED, experts=IN_GGUF._replace(gating=(UNSAID, SOFTMAX), sigmoid=False)),
     ),
     "DeepseekV32ForCausalLM": Family(
         "deepseek_v32", **INDEXED, predicts="numbered", gguf=InGGUF("deepseek32", **INDEXED_IN_GGUF)
