@@ -13,7 +13,20 @@ import pytest
 import torch
 from engine_rig import Rig, greedy
 from hybrid_gguf import write
-from image_models import END, PAD, SPECIAL, START, VISION, encoded, features, logits, picture, reference, write_model
+from image_models import (
+    END,
+    KINDS,
+    PAD,
+    SPECIAL,
+    START,
+    VISION,
+    encoded,
+    features,
+    logits,
+    picture,
+    reference,
+    write_model,
+)
 from tiny_gguf import finish
 from torch import Tensor
 
@@ -184,7 +197,7 @@ def test_a_dense_model_with_features_that_layers_add(tmp_path: Path) -> None:
 
 def test_what_is_not_served(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for changes, words in (
-        ({"projector": "pixtral"}, "expected qwen3vl_merger or gemma3"),
+        ({"projector": "pixtral"}, "expected qwen3vl_merger or gemma3 or idefics3 or lfm2 or gemma4v"),
         ({"width": 32}, "hidden size, 64"),
     ):
         file = write_projector(tmp_path / f"{words}.gguf", "qwen3.5", **changes)
@@ -316,3 +329,107 @@ def test_gemma3_without_the_token_of_images(tmp_path: Path) -> None:
     assert tower is not None and tower.token == PAD
     with pytest.raises(CheckpointError, match="expected a token <image_soft_token>, found none"):
         seeing(write_gemma(tmp_path / "none.gguf", "<other>"), file)
+
+
+# -- SmolVLM, LFM2-VL, Gemma 4 -----------------------------------------------------------------------------------------
+
+TOKENS = {  # that stand for an image and around it
+    "smolvlm": ["<image>"], "idefics3": ["<image>"], "lfm2-vl": ["<image>"],
+    "gemma4": ["<|image|>", "<|image>", "<image|>"], "gemma4-mutual": ["<|image|>", "<|image>", "<image|>"],
+}  # fmt: skip
+PROJECTORS = {"smolvlm": "IDEFICS3", "idefics3": "IDEFICS3", "lfm2-vl": "LFM2"}
+
+
+def write_words(path: Path, kind: str) -> Path:
+    """A file of a language model without its tensors."""
+    writer = gguf_package.GGUFWriter(path, "llama")
+    own = dict(zip((PAD, START, END), TOKENS[kind], strict=False))
+    writer.add_token_list([own.get(i, f"t{i}") for i in range(264)])
+    writer.add_pad_token_id(257)
+    finish(writer)
+    return path
+
+
+def named_as_llama_cpp(kind: str, name: str) -> str | None:
+    """Returns what its converter calls a tensor of a model, by the package's own table; None where it has none."""
+    if kind.startswith("gemma4"):
+        name = name.replace("model.vision_tower.encoder.", "vision_model.model.").replace(".linear.weight", ".weight")
+        name += ".weight" if name.endswith("position_embedding_table") else ""
+    elif kind == "lfm2-vl":
+        name = name.replace("model.vision_tower.", "vision_tower.vision_model.").removeprefix("model.")
+    leaves = (".weight", ".bias", ".input_max", ".input_min", ".output_max", ".output_min")
+    return names.get_name(name, try_suffixes=leaves)
+
+
+def write_layers(path: Path, kind: str) -> Path:
+    theirs = reference(kind)
+    vision, whole = theirs.config.vision_config, theirs.config
+    writer = gguf_package.GGUFWriter(path, "clip")
+    writer.add_clip_has_vision_encoder(True)
+    if kind.startswith("gemma4"):
+        writer.add_clip_vision_projector_type(gguf_package.VisionProjectorType.GEMMA4V)
+        writer.add_vision_projector_scale_factor(vision.pooling_kernel_size)
+    else:
+        writer.add_clip_projector_type(getattr(gguf_package.VisionProjectorType, PROJECTORS[kind]))
+        writer.add_vision_projector_scale_factor(getattr(whole, "scale_factor", None) or whole.downsample_factor)
+        writer.add_vision_preproc_image_size(32)
+    writer.add_vision_projection_dim(whole.text_config.hidden_size)
+    writer.add_vision_image_size(getattr(vision, "image_size", 224))
+    writer.add_vision_patch_size(vision.patch_size)
+    writer.add_vision_embedding_length(vision.hidden_size)
+    writer.add_vision_feed_forward_length(vision.intermediate_size)
+    writer.add_vision_block_count(vision.num_hidden_layers)
+    writer.add_vision_head_count(vision.num_attention_heads)
+    writer.add_vision_attention_layernorm_eps(getattr(vision, "layer_norm_eps", 1e-6))
+    settings = KINDS[kind].settings
+    writer.add_vision_image_mean(settings.get("image_mean", [0.5, 0.5, 0.5]))
+    writer.add_vision_image_std(settings.get("image_std", [0.5, 0.5, 0.5]))
+    for name, value in theirs.state_dict().items():
+        if "language_model" in name or "text_model" in name or name.startswith("lm_head"):
+            continue
+        made, patch = named_as_llama_cpp(kind, name), vision.patch_size
+        assert made is not None, name
+        if made == "v.patch_embd.weight" and value.dim() == 2:
+            value = value.view(len(value), patch, patch, 3).permute(0, 3, 1, 2)
+        writer.add_tensor(made, value.reshape(value.shape or (1,)).contiguous().numpy().astype(np.float32))
+    finish(writer)
+    return path
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", TOKENS)
+def test_other_towers_are_the_folders(tmp_path: Path, kind: str) -> None:
+    folder = write_model(tmp_path / "folder", kind)
+    whole = load_config(folder)
+    model, file = write_words(tmp_path / "model.gguf", kind), write_layers(tmp_path / "mmproj.gguf", kind)
+    config = projector_file.with_projector(dataclasses.replace(whole, tower=None), model, file, True)
+    assert config.tower is not None and whole.tower is not None
+    # A file has its eps in 32 bits, and nothing of how many tokens an image may have.
+    kept = {
+        name: getattr(whole.tower, name)
+        for name in ("eps", "budget", "least", "most", "tile")
+        if hasattr(whole.tower, name)
+    }
+    assert dataclasses.replace(config.tower, **kept) == whole.tower
+    towers = [
+        load_tower(one, stored_tensors(path, one), torch.float32, CPU, DENSE, PLAIN)
+        for path, one in ((file, config.tower), (folder, whole.tower))
+    ]
+    pieces = read(Picture(encoded(picture(40, 30)), "x"), whole.tower.processor(load_tokenizer(folder, None)))
+    tiles = [piece for piece in pieces if isinstance(piece, Tile)]
+    for tile in tiles:
+        pixels = torch.frombuffer(bytearray(tile.pixels), dtype=torch.uint8).view(tile.height, tile.width, 3)
+        ours, theirs = (tower.features(pixels, tile.grid[0] * tile.grid[1]) for tower in towers)
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+    assert tiles
+
+
+def test_a_file_without_a_projector(tmp_path: Path) -> None:
+    config = dataclasses.replace(load_config(write_model(tmp_path / "folder", "lfm2-vl")), tower=None)
+    model = write_words(tmp_path / "model.gguf", "lfm2-vl")
+    writer = gguf_package.GGUFWriter(tmp_path / "mmproj.gguf", "clip")
+    writer.add_clip_projector_type("lfm2")
+    writer.add_vision_projection_dim(config.hidden_size)
+    finish(writer)
+    with pytest.raises(CheckpointError, match=r"expected a tensor mm\.1\.weight"):
+        projector_file.with_projector(config, model, tmp_path / "mmproj.gguf", True)

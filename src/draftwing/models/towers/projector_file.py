@@ -21,7 +21,8 @@ from draftwing.models.config import ModelConfig
 from draftwing.models.fields import WIDEST, Fields
 from draftwing.models.towers.base import TowerConfig
 from draftwing.models.towers.patch_merger import PatchMergerConfig
-from draftwing.models.towers.tiles import MeanConfig
+from draftwing.models.towers.pooled import PooledConfig
+from draftwing.models.towers.tiles import GridConfig, MeanConfig, SplitConfig, TilesConfig
 from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ _MERGER_NAMES = {
     r"mm\.0\.(weight|bias)": r"merger.linear_fc1.\1",
     r"mm\.2\.(weight|bias)": r"merger.linear_fc2.\1",
 }
-_MEAN_NAMES = {
+_TILE_NAMES = {
     r"v\.blk\.(\d+)\.ln(\d)\.(weight|bias)": r"encoder.layers.\1.layer_norm\2.\3",
     r"v\.blk\.(\d+)\.attn_(q|k|v|out)\.(weight|bias)": r"encoder.layers.\1.self_attn.\2_proj.\3",
     r"v\.blk\.(\d+)\.ffn_up\.(weight|bias)": r"encoder.layers.\1.mlp.fc1.\2",
@@ -48,6 +49,27 @@ _MEAN_NAMES = {
     r"v\.post_ln\.(weight|bias)": r"post_layernorm.\1",
     r"mm\.input_projection\.weight": "mm_input_projection_weight",
     r"mm\.soft_emb_norm\.weight": "mm_soft_emb_norm.weight",
+    r"mm\.model\.fc\.weight": "projection.proj.weight",
+    r"mm\.input_norm\.(weight|bias)": r"layer_norm.\1",
+    r"mm\.([12])\.(weight|bias)": r"linear_\1.\2",
+}
+_CLIPS = "input_min|input_max|output_min|output_max"
+_POOLED_NAMES = {
+    r"v\.blk\.(\d+)\.ln1\.weight": r"encoder.layers.\1.input_layernorm.weight",
+    r"v\.blk\.(\d+)\.ln2\.weight": r"encoder.layers.\1.pre_feedforward_layernorm.weight",
+    r"v\.blk\.(\d+)\.attn_post_norm\.weight": r"encoder.layers.\1.post_attention_layernorm.weight",
+    r"v\.blk\.(\d+)\.ffn_post_norm\.weight": r"encoder.layers.\1.post_feedforward_layernorm.weight",
+    r"v\.blk\.(\d+)\.attn_([qk])_norm\.weight": r"encoder.layers.\1.self_attn.\2_norm.weight",
+    r"v\.blk\.(\d+)\.attn_out\.weight": r"encoder.layers.\1.self_attn.o_proj.linear.weight",
+    rf"v\.blk\.(\d+)\.attn_out\.({_CLIPS})": r"encoder.layers.\1.self_attn.o_proj.\2",
+    r"v\.blk\.(\d+)\.attn_(q|k|v)\.weight": r"encoder.layers.\1.self_attn.\2_proj.linear.weight",
+    rf"v\.blk\.(\d+)\.attn_(q|k|v)\.({_CLIPS})": r"encoder.layers.\1.self_attn.\2_proj.\3",
+    r"v\.blk\.(\d+)\.ffn_(gate|up|down)\.weight": r"encoder.layers.\1.mlp.\2_proj.linear.weight",
+    rf"v\.blk\.(\d+)\.ffn_(gate|up|down)\.({_CLIPS})": r"encoder.layers.\1.mlp.\2_proj.\3",
+    r"v\.patch_embd\.weight": "patch_embedder.input_proj.weight",
+    r"v\.position_embd\.weight": "patch_embedder.position_embedding_table",
+    r"v\.std_(bias|scale)": r"std_\1",
+    r"mm\.input_projection\.weight": "embedding_projection.weight",
 }
 _DEEP = re.compile(r"v\.deepstack\.(\d+)\.(norm|fc1|fc2)\.(weight|bias)")
 
@@ -106,8 +128,6 @@ def _with_merger(file: GGUFFile, model: GGUFFile, config: ModelConfig) -> ModelC
     if deep != len(taps):
         raise CheckpointError(f"{file.path}: expected {deep} layers that add features, as {key}, found {len(taps)}")
     vision = Fields(file.metadata, str(file.path), "clip.vision.")
-    positions = file.tensors.get("v.position_embd.weight")
-    side = round(positions.shape[0] ** 0.5) if positions is not None else 48
     defaults = PatchMergerConfig(0, 0)
     tower = PatchMergerConfig(
         _token(model, "<|image_pad|>"),
@@ -116,7 +136,7 @@ def _with_merger(file: GGUFFile, model: GGUFFile, config: ModelConfig) -> ModelC
         **_layers(vision),
         patch=vision.whole("patch_size", high=256, default=16),
         merge=vision.whole("spatial_merge_size", high=16, default=2),
-        side=side,
+        side=_side(file, 48),
         taps=taps,
         **_shades(file),
         least=vision.whole("image_min_pixels", high=1 << 40, default=defaults.least),
@@ -149,7 +169,66 @@ def _with_means(file: GGUFFile, model: GGUFFile, config: ModelConfig) -> ModelCo
     return replace(config, tower=tower)
 
 
-_READERS = {"qwen3vl_merger": _with_merger, "gemma3": _with_means}
+def _with_tiles(file: GGUFFile, model: GGUFFile, config: ModelConfig) -> ModelConfig:
+    """SmolVLM and Idefics3."""
+    vision = Fields(file.metadata, str(file.path), "clip.vision.")
+    sizes = _of_squares(file, config.hidden_size)
+    side = vision.whole("image_size", high=4096, default=512) // sizes["patch"]
+    longest = vision.whole("preproc_image_size", high=4096, default=4 * side * sizes["patch"])
+    return replace(config, tower=SplitConfig(_token(model, "<image>"), **sizes, side=side, longest=longest))
+
+
+def _with_grids(file: GGUFFile, model: GGUFFile, config: ModelConfig) -> ModelConfig:
+    """LFM2-VL."""
+    projector = file.tensors.get("mm.1.weight")
+    if projector is None:
+        raise CheckpointError(f"{file.path}: expected a tensor mm.1.weight, found none")
+    tower = GridConfig(
+        _token(model, "<image>"), **_of_squares(file, config.hidden_size), side=_side(file, 16),
+        projector=projector.shape[0], joined_norm="mm.input_norm.weight" in file.tensors,
+    )  # fmt: skip
+    return replace(config, tower=tower)
+
+
+def _of_squares(file: GGUFFile, width: int) -> dict[str, Any]:
+    """Returns what towers of plain layers have in common that join a square of patches to a token."""
+    vision = Fields(file.metadata, str(file.path), "clip.vision.")
+    return {
+        "width": width, **_layers(vision), **_shades(file), "patch": vision.whole("patch_size", high=256, default=16),
+        "eps": vision.number("attention.layer_norm_epsilon", 0, 1, 1e-6),
+        "factor": vision.whole("projector.scale_factor", high=64, default=2),
+    }  # fmt: skip
+
+
+def _with_pools(file: GGUFFile, model: GGUFFile, config: ModelConfig) -> ModelConfig:
+    """Gemma 4. Tokens of an image see each other in models without embeddings by layer, which no file says."""
+    vision = Fields(file.metadata, str(file.path), "clip.vision.")
+    sizes = _layers(vision)
+    queries, positions = (file.tensors.get(name) for name in ("v.blk.0.attn_q.weight", "v.position_embd.weight"))
+    if queries is None or positions is None or len(positions.shape) != 3:
+        raise CheckpointError(f"{file.path}: expected queries of a layer and two tables of positions, found others")
+    tower = PooledConfig(
+        _token(model, "<|image|>"),
+        config.hidden_size,
+        blank=Fields(model.metadata, str(model.path)).whole("tokenizer.ggml.padding_token_id", 0, default=0),
+        mutual="" if config.layers[0].per_layer else "windows",
+        **sizes,
+        head_dim=queries.shape[0] // sizes["heads"],
+        eps=vision.number("attention.layer_norm_epsilon", 0, 1, 1e-6),
+        patch=vision.whole("patch_size", high=256, default=16),
+        pool=vision.whole("projector.scale_factor", high=64, default=3),
+        positions=positions.shape[1],
+        clipped=any(name.endswith(".input_max") for name in file.tensors),
+        standardised="v.std_bias" in file.tensors,
+        around=(_token(model, "<|image>"), _token(model, "<image|>")),
+    )
+    return replace(config, tower=tower)
+
+
+_READERS = {
+    "qwen3vl_merger": _with_merger, "gemma3": _with_means, "idefics3": _with_tiles, "lfm2": _with_grids,
+    "gemma4v": _with_pools,
+}  # fmt: skip
 
 
 def _layers(vision: Fields) -> dict[str, Any]:
@@ -159,6 +238,12 @@ def _layers(vision: Fields) -> dict[str, Any]:
         "depth": "block_count",
     }  # fmt: skip
     return {name: vision.whole(key, high=1000 if name == "depth" else WIDEST) for name, key in keys.items()}
+
+
+def _side(file: GGUFFile, default: int) -> int:
+    """Returns the side of the square of positions."""
+    positions = file.tensors.get("v.position_embd.weight")
+    return default if positions is None else round(positions.shape[0] ** 0.5)
 
 
 def _token(model: GGUFFile, text: str) -> int:
@@ -203,10 +288,23 @@ def _array(file: GGUFFile, key: str) -> np.ndarray[Any, Any]:
 def tensors(path: Path, config: TowerConfig) -> Iterable[tuple[str, Tensor]]:
     """Yields the parameters of the module by name."""
     file = open_gguf(path)
-    if isinstance(config, MeanConfig):
-        return config.tensors(_of_means(file, config))
-    assert isinstance(config, PatchMergerConfig)
-    return _of_merger(file, config)
+    if isinstance(config, PatchMergerConfig):
+        return _of_merger(file, config)
+    if isinstance(config, PooledConfig):
+        return _of_pools(file)
+    assert isinstance(config, TilesConfig)
+    return config.tensors(_of_tiles(file, config))
+
+
+def _of_pools(file: GGUFFile) -> Iterator[tuple[str, Tensor]]:
+    for name in file.tensors:
+        own = _own_name(name, _POOLED_NAMES)
+        if own is None:
+            continue
+        value = _dense(file, name)
+        if value.dim() == 4:  # [hidden, 3, patch, patch]
+            value = value.permute(0, 2, 3, 1).flatten(1)
+        yield own, value.squeeze() if own.endswith(("_min", "_max")) else value
 
 
 def _of_merger(file: GGUFFile, config: PatchMergerConfig) -> Iterator[tuple[str, Tensor]]:
@@ -223,12 +321,12 @@ def _of_merger(file: GGUFFile, config: PatchMergerConfig) -> Iterator[tuple[str,
             yield own, _dense(file, name)
 
 
-def _of_means(file: GGUFFile, config: MeanConfig) -> Iterator[tuple[str, Tensor]]:
+def _of_tiles(file: GGUFFile, config: TilesConfig) -> Iterator[tuple[str, Tensor]]:
     """As a folder has them: there the norm's weights have 0 for 1, and files add it."""
     up = file.tensors.get("v.blk.0.ffn_up.weight")
     swapped = up is not None and up.shape[0] == config.hidden != config.ffn  # as early files name both
     for name in file.tensors:
-        own = _own_name(name, _MEAN_NAMES)
+        own = _own_name(name, _TILE_NAMES)
         if own is None:
             continue
         if swapped:
