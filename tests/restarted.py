@@ -17,7 +17,9 @@ from draftwing.engine.engine import Engine
 from draftwing.requests.request import GenerationRequest
 
 TOKENS = 24
-OF = llama_target(3, vocab_size=VOCAB, num_hidden_layers=4, eos_token_id=256, max_position_embeddings=1024)
+OF = llama_target(
+    3, vocab_size=VOCAB, num_hidden_layers=4, eos_token_id=256, max_position_embeddings=1024, intermediate_size=64
+)  # whose matrices are in whole blocks: a step is a call of C, and takes a quarter of one in float32
 
 
 class Reply(NamedTuple):
@@ -29,8 +31,8 @@ class Reply(NamedTuple):
 def opened(model: Path, folder: Path | None = None, **more: Any) -> Engine:
     named = {} if folder is None else {"prefix_cache_dir": str(folder)}
     known: dict[str, Any] = {
-        "device": "cpu", "dtype": "float32", "num_threads": 1, "random_seed": 3, "max_total_tokens": 2048,
-        "max_running_requests": 4, "speculative_algorithm": "none", "chunked_prefill_size": 128,
+        "device": "cpu", "num_threads": 1, "random_seed": 3, "max_total_tokens": 2048, "max_running_requests": 4,
+        "speculative_algorithm": "none", "chunked_prefill_size": 128, "kv_cache_dtype": "float32",
     }  # fmt: skip
     return Engine(Options(model=str(model), **{**known, **named, **more}))
 

@@ -25,7 +25,7 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("target") / "model", num_hidden_layers=4)
+    return write_target(tmp_path_factory.mktemp("target") / "model", num_hidden_layers=4, intermediate_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +69,8 @@ DRAFTERS = {
 
 
 @pytest.mark.further(drafter=["none", "ngram"], dtype="bfloat16")
-@pytest.mark.further(drafter="none", dtype="float32")
-@pytest.mark.further(drafter="suffix", dtype=["float32", "auto"])
+@pytest.mark.further(drafter=["none", "suffix"], dtype="float32")
+@pytest.mark.further(drafter=["ngram", "suffix"], dtype="auto")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("dtype", ["float32", "auto", "bfloat16"])
 def test_who_runs_beside_a_request_and_drafts_change_no_text(
@@ -106,7 +106,7 @@ def drafting(kind: str, folder: Path) -> tuple[Path, dict[str, Any], list[int]]:
 @pytest.mark.slow
 @pytest.mark.further(drafter=[*DRAFTERS, "NEXTN", "DFLASH"])
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "EAGLE3", "NEXTN", "DFLASH"])
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("auto", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.exhaustive), "auto"])
 def test_32_adapters_take_turns_in_a_few_slots(target: Path, tmp_path: Path, drafter: str, dtype: str) -> None:
     """Of one batch with all of them each text is that of its adapter alone: they are swapped in and out meanwhile,
     pairs of requests begin alike, and there is room for the KV of a few. Most drafts of heads are right."""
@@ -149,7 +149,7 @@ def test_adapters_that_come_and_go_under_load(tmp_path: Path, drafter: str, rank
     prompts = [[*PROMPTS[i], ends[i]] for i in range(4)]
     more = [{"max_new_tokens": 16, "temperature": float(i % 2), "sampling_seed": i} for i in range(4)]
     params = [SamplingParams(**GREEDY | one) for one in more]
-    kind = {**ENGINE, "lora_dir": str(tmp_path), "max_loras": 2, "max_running_requests": 5}
+    kind = {**ENGINE, "dtype": "auto", "lora_dir": str(tmp_path), "max_loras": 2, "max_running_requests": 5}
     alone = []
     with LLM(str(target), **kind, speculative_algorithm="none") as llm:
         for path in every:
@@ -191,7 +191,7 @@ HEADS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("auto", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.exhaustive), "auto"])
 @pytest.mark.parametrize("algorithm", HEADS)
 def test_heads_and_draft_models_change_no_text(
     target: Path, adapters: dict[str, Path], tmp_path: Path, algorithm: str, dtype: str

@@ -38,7 +38,7 @@ OPTIONS: dict[str, Any] = {"speculative_algorithm": "NGRAM", "max_total_tokens":
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("models") / "target", max_position_embeddings=512)
+    return write_target(tmp_path_factory.mktemp("models") / "target", max_position_embeddings=512, intermediate_size=64)
 
 
 @pytest.fixture(autouse=True)
