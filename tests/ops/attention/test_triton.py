@@ -130,6 +130,40 @@ def test_programs_share_a_merge(dim: int, slices: int, lanes: int, device: torch
     assert torch.equal(case.run(tiling=tiling._replace(shared_merge=splits)), one)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="there is no CUDA device, and the interpreter runs one program after the other")
+@pytest.mark.parametrize("nodes, programs", [(1, 24), (2, 12), (2, 24)])
+def test_the_last_programs_of_a_tile_share_its_merge(nodes: int, programs: int, device: torch.device) -> None:
+    """They wait for each other, time and again, with the bits of one program, where all programs have splits and where
+    some have none."""
+    tiling = TINY._replace(programs=programs, waiting=78, shared_part=1)
+    for begin in (0, 16, 239, 511, 513, 700):  # of four lanes all have some from 512 on, of eight from 1,024
+        case = make_case([1100, begin, 0], nodes, device, (2, 1), dim=64)
+        how = attention.plan(3, nodes, case.path.shape[2], 2, case.kv, case.table.shape[1], nodes, True, tiling)
+        assert how.lanes == programs // 3 and not how.two_launches
+        one = case.run(tiling=tiling._replace(shared_merge=1 << 30))
+        torch.testing.assert_close(one.double(), case.expected(), atol=2e-5, rtol=1e-4)
+        for _ in range(20):
+            assert torch.equal(case.run(tiling=tiling._replace(shared_merge=2)), one)
+
+
+def test_when_programs_of_one_launch_share_a_merge() -> None:
+    """Those of an 8B Llama's chains, never so many that those who wait fill a device."""
+
+    def mergers(
+        batch: int, length: int = 131072, lanes: int = 33, rows: int = 16, dim: int = 128, more: int = 0
+    ) -> int:
+        splits = attention.split_count(length, common.TILING_HOPPER)
+        part = rows * common.padded(dim)
+        return int(attention.mergers_of(8 * batch, lanes, part, splits, dim, more, common.TILING_HOPPER))
+
+    assert [mergers(batch) for batch in (1, 2, 4, 8, 10, 16)] == [4, 4, 2, 2, 1, 1]
+    assert mergers(1, length=8192) == mergers(1, rows=4) == mergers(1, dim=512, more=64) == 1
+    assert [mergers(1, lanes=lanes) for lanes in (1, 2, 4, 8)] == [1, 1, 2, 4]
+    assert all((mergers(batch) - 1) * 8 * batch < 78 for batch in range(1, 300))
+    assert attention.mergers_of(8, 33, 2048, 268, 128, 0, common.TILING) == 1, "devices with few multiprocessors"
+
+
 def test_when_programs_share_a_merge() -> None:
     """Those of an 8B Llama's trees of 16 nodes on an H200."""
 

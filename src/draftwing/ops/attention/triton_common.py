@@ -53,6 +53,8 @@ class Tiling(NamedTuple):
     context_stages: int = 2
     context_programs: int = 132
     shared_merge: int = 64  # splits of a page table from which on programs share the merge of a tile, by elements
+    shared_part: int = 2048  # elements of a split's part from which on those of a single launch do so, too
+    waiting: int = 0  # of which fewer than so many wait for others: multiprocessors
     window_rows: int = 32  # where many trees read a masked window; few take tiles of `rows`
     prefill_rows: int = 32
     prefill_stages: int = 3
@@ -66,6 +68,7 @@ TILING_HOPPER = TILING._replace(  # compute capability 9.0, measured on an H200
     stages=5,
     context_rows=128,
     context_stages=5,
+    waiting=78,  # of the smallest (H20)
     window_rows=64,
     prefill_rows=128,
     prefill_stages=5,

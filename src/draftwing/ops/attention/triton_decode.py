@@ -123,6 +123,19 @@ def merge_slices(programs: int, splits: int, dim: int, more: int, tiling: Tiling
     return slices
 
 
+def mergers_of(programs: int, lanes: int, part: int, splits: int, dim: int, more: int, tiling: Tiling) -> int:
+    """Returns how many programs of a single launch merge a tile's splits together, as the slices of `merge_slices`.
+    lanes: programs of a tile; part: elements of a split's part.
+
+    All but one of a tile may wait for it; of all tiles those are fewer than the multiprocessors."""
+    mergers = 1
+    if not more and splits >= tiling.shared_merge and part >= tiling.shared_part:
+        most = min(4, lanes // 2, padded(dim) // 32)
+        while 2 * mergers <= most and (2 * mergers - 1) * programs < tiling.waiting:
+            mergers *= 2
+    return mergers
+
+
 def split_count(length: int, tiling: Tiling) -> int:
     """Splits that [0, length) touches."""
     near, far = min(length, tiling.tier), max(length - tiling.tier, 0)
@@ -212,9 +225,12 @@ def tree_attention(
         front, step, at_once, steps = (padded(window), 1, 1, 1)
         if how.exact:
             front, step, at_once, steps = _own_tiling(queries, own_lanes, group, tile, tiling)
-        merge_rows, slices = min(16, tile, triton.next_power_of_2(queries * group)), 1
+        merge_rows, slices, mergers = min(16, tile, triton.next_power_of_2(queries * group)), 1, 1
+        programs, splits = kv_heads * tiles * times, split_count(table.shape[1], tiling)
         if phase == 2:
-            slices = merge_slices(kv_heads * tiles * times, split_count(table.shape[1], tiling), dim, more, tiling)
+            slices = merge_slices(programs, splits, dim, more, tiling)
+        elif phase == 0:
+            mergers = mergers_of(programs, lanes, merge_rows * padded(dim), splits, dim, more, tiling)
         width = padded(dim) // slices
         launched = tree_kernel[(lanes * slices, kv_heads * tiles, times)](
             q, kv, table, rows, prefix_len, path, path_len, *own, starts, batch, kind.sinks, out, parts, stats, tickets,
@@ -224,8 +240,8 @@ def tree_attention(
             LONG=tiling.long, LANES=own_lanes, FRONT=front, STEP=step, AT_ONCE=at_once, STEPS=steps, EXACT=how.exact,
             CAP=kind.cap, PHASE=phase,
             ONE_LANE=how.lanes == 1, MERGE_ROWS=merge_rows,
-            MERGE=min(16, (128 << 7) // (merge_rows * width)), STAGES=stages, SLICES=slices,
-            INPUTS_READY=inputs_ready,
+            MERGE=min(16, (128 << 7) // (merge_rows * width)), STAGES=stages, SLICES=slices, MERGERS=mergers,
+            TOGETHER=tiling.shared_merge, INPUTS_READY=inputs_ready,
             num_warps=warps_of(tile, tiling), **ROUNDING, **launch_options(q.device),
         )  # fmt: skip
         keep_cache(launched)
