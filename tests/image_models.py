@@ -23,6 +23,7 @@ from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4
 
 from draftwing.images.processing import Tile
 from draftwing.images.tiles import GridProcessor
+from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_model
@@ -302,6 +303,16 @@ def loaded(folder: Path, packed: bool = True) -> tuple[DecoderModel, Any]:
         model.pack(ops, True)
     model.tower = load_tower(tower, stored_tensors(folder, tower), torch.float32, torch.device("cpu"), DENSE, ops)
     return model, tower.processor(load_tokenizer(folder, None))
+
+
+@cache
+def in_blocks(folder: Path) -> DecoderModel:
+    """The model of `loaded` with weights in blocks, whose steps are calls of C."""
+    ops = make_ops(torch.device("cpu"))
+    model = load_model(folder, torch.float32, "cpu", weight_format=BlockFormat("Q8_0", ops))
+    model.pack(ops, True)
+    model.tower = loaded(folder)[0].tower
+    return model
 
 
 def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:

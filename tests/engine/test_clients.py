@@ -30,7 +30,7 @@ class Reply(NamedTuple):
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
     options = Options(
-        model=str(folder), device="cpu", dtype="float32", num_threads=1, random_seed=3, max_total_tokens=4096,
+        model=str(folder), device="cpu", num_threads=1, random_seed=3, max_total_tokens=4096,
         max_running_requests=4, speculative_algorithm=request.param, speculative_fixed_shape=True,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:  # drawn salts might meet in NGRAM's table

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine.tile_attention import TileAttention
 from engine_rig import Cycle, Rig, greedy, make_book, seeded, spread, spread_rig
-from image_models import FEW, KINDS, PAD, encoded, loaded, picture, write_model
+from image_models import FEW, KINDS, PAD, encoded, in_blocks, loaded, picture, write_model
 from image_models import greedy as transformers_greedy
 from image_models import logits as transformers_logits
 from toy_grammar import ToyGrammar
@@ -21,11 +21,9 @@ from draftwing.engine import prefill_graphs
 from draftwing.engine.graphs import RecordedStages
 from draftwing.images.processing import Tile
 from draftwing.images.reader import Picture, Prompt, placed, read
-from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import fill_random
 from draftwing.models.heads.mtp import MTPHead
-from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.table import TorchOps
@@ -36,6 +34,7 @@ TOKENS = 20
 TREE = TreeShape(4, 3, 11)
 CHAIN = TreeShape(4, 1, 5)
 OTHERS = [kind for kind in KINDS if kind not in FEW]
+WITHOUT_STATES = [kind for kind in KINDS if kind != "qwen3.5"]
 # Sizes of the pictures of each prompt, with a seed: two requests have the same picture, two the same text.
 SHOWN: list[list[tuple[int, int, int]]] = [
     [(40, 30, 0)], [], [(30, 40, 1), (64, 16, 2)], [(40, 30, 0)], [(40, 30, 3)], [(8, 8, 4)],
@@ -53,15 +52,19 @@ def prompt_of(folder: Path, number: int, shown: list[tuple[int, int, int]]) -> t
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Any:
-    folder = write_model(tmp_path_factory.mktemp("images") / request.param, request.param)
-    model, _ = loaded(folder)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("images") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def case(folder: Path, one_thread: None) -> Any:
+    model = in_blocks(folder)
     prompts = [prompt_of(folder, i, shown) for i, shown in enumerate(SHOWN)]
     params = [greedy(TOKENS) if i < 4 else seeded(TOKENS, seed=i) for i in range(len(prompts))]
     expected = answers(Rig(model, rows=1, radix=False), prompts, params)
     assert len({token for answer in expected.tokens.values() for token in answer}) > 12, "answers say nothing"
     assert expected.tokens["0"] != expected.tokens["3"]
-    return request.param, model, prompts, params, expected
+    return folder.name, model, prompts, params, expected
 
 
 def answers(rig: Rig, prompts: Any, params: Any, **how: Any) -> Any:
@@ -84,18 +87,23 @@ def answer(case: Any, **how: Any) -> tuple[Rig, Any]:
     return rig, found
 
 
-def test_greedy_text_is_transformers(case: Any) -> None:
-    kind, _, prompts, params, expected = case
-    for i, (ids, _) in enumerate(prompts):
-        if params[i].temperature == 0:
-            images = [picture(*size) for size in SHOWN[i]]
-            assert expected.tokens[str(i)] == transformers_greedy(kind, ids, images, TOKENS)
+@pytest.mark.further(folder="smolvlm")
+def test_greedy_text_is_transformers(case: Any, folder: Path) -> None:
+    """In float32, with drafts."""
+    kind, _, prompts, params, _ = case
+    rig = Rig(loaded(folder)[0], drafter="ngram", policy=Cycle(TreeShape(7, 4, 8)))
+    found = answers(rig, prompts[:4], params[:4]).tokens
+    for i in range(4):
+        images = [picture(*size) for size in SHOWN[i]]
+        assert found[str(i)] == transformers_greedy(kind, prompts[i][0], images, TOKENS)
 
 
 @torch.inference_mode()
-def test_log_probabilities_of_prompts_are_transformers(case: Any) -> None:
+@pytest.mark.further(folder="smolvlm")
+def test_log_probabilities_of_prompts_are_transformers(case: Any, folder: Path) -> None:
     """And have the same bits in whatever chunks a prompt comes."""
-    kind, model, prompts, *_ = case
+    kind, _, prompts, *_ = case
+    model = loaded(folder)[0]
     ids, images = prompts[2]
     each = []
     for chunk in (64, 1, 3, 19):
@@ -109,16 +117,17 @@ def test_log_probabilities_of_prompts_are_transformers(case: Any) -> None:
     assert found == pytest.approx(expected.tolist(), abs=1e-4, rel=1e-4)
 
 
-@pytest.mark.further(case=OTHERS, chunk=[1, 64])
+@pytest.mark.further(folder=OTHERS, chunk=[1, 64])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.further(folder="smolvlm")
 def test_disturbed_drafts_and_chunks_that_begin_inside_images(case: Any, chunk: int) -> None:
     rig, _ = answer(case, shapes=(TREE,), miss=2, chunk=chunk)
     assert rig.accept_length > 1.5
 
 
-@pytest.mark.further(case=OTHERS)
-@pytest.mark.further(case="gemma3", drafter="suffix")
-@pytest.mark.further(case="qwen3.5", drafter="ngram")
+@pytest.mark.further(folder=OTHERS)
+@pytest.mark.further(folder="gemma3", drafter="suffix")
+@pytest.mark.further(folder="qwen3.5", drafter="ngram")
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
 def test_lookups(case: Any, drafter: str) -> None:
     """Which never propose what stands for images, though an answer of each request says what comes before one."""
@@ -138,7 +147,7 @@ def test_lookups(case: Any, drafter: str) -> None:
     assert len(proposed) > 30 and not (proposed == PAD).any()
 
 
-@pytest.mark.further(case=OTHERS)
+@pytest.mark.further(folder=OTHERS)
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_predictions(case: Any, drafter: str | None) -> None:
     """Which may hold what stands for images, as a client writes them; it is proposed of none."""
@@ -159,7 +168,7 @@ def test_predictions(case: Any, drafter: str | None) -> None:
     assert len(proposed) > 30 and not (proposed == PAD).any()
 
 
-@pytest.mark.further(case=["gemma4-mutual", "smolvlm"])
+@pytest.mark.further(folder=["gemma4-mutual", "smolvlm"])
 def test_beside_rows_that_decode(case: Any) -> None:
     if case[0] == "qwen3.5":
         pytest.skip("layers with states of rows have prompts and rows take turns")
@@ -168,8 +177,8 @@ def test_beside_rows_that_decode(case: Any) -> None:
     assert rig.stats.mixed > 2
 
 
-@pytest.mark.further(case=["gemma4-mutual", "smolvlm"], mixed=False)
-@pytest.mark.further(case=["gemma3", "smolvlm", "lfm2-vl"], mixed=True)
+@pytest.mark.further(folder=["gemma4", "gemma4-mutual", "idefics3", "qwen3-vl", "smolvlm"], mixed=False)
+@pytest.mark.further(folder=["gemma3", "idefics3", "lfm2-vl", "smolvlm"], mixed=True)
 @pytest.mark.parametrize("mixed", [False, True])
 def test_prompts_from_graphs(case: Any, mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks that begin inside images, text of others beside them, and beside steps from graphs, too. Where tokens
@@ -209,9 +218,7 @@ def test_steps_behind_images_are_recorded_on_a_cpu(
 ) -> None:
     """Where positions behind images are not those in the text, beside rows of text alone."""
     folder, ops = write_model(tmp_path / kind, kind), make_ops(torch.device("cpu"))
-    model = load_model(folder, torch.float32, "cpu", weight_format=BlockFormat("Q8_0", ops))
-    model.pack(ops, True)
-    model.tower = loaded(folder)[0].tower
+    model = in_blocks(folder)
     prompts = [prompt_of(folder, i, shown) for i, shown in enumerate(SHOWN)]
     params = [greedy(TOKENS) if i < 4 else seeded(TOKENS, seed=i) for i in range(len(prompts))]
 
@@ -236,7 +243,7 @@ def _next_layer(model: DecoderModel, ops: TorchOps) -> Any:
     return make_model_drafter(head.eval(), 3, 4, torch.float32, ops)
 
 
-@pytest.mark.further(case=OTHERS)
+@pytest.mark.further(folder=OTHERS)
 def test_preemption(case: Any) -> None:
     rig, _ = answer(case, shapes=(TREE,), slots=90, chunk=8)
     assert rig.sched.retractions >= 1
@@ -274,8 +281,8 @@ def gaps_of(events: list[str]) -> set[str]:
     return {gap.strip() for gap in text.replace("mixed", "step").split("step")[1:-1]}
 
 
-@pytest.mark.further(case="gemma4-mutual")
-@pytest.mark.further(case=[kind for kind in KINDS if kind != "qwen3.5"], lag=0)
+@pytest.mark.further(folder=["gemma4-mutual", "idefics3", "lfm2-vl", "qwen3-vl", "smolvlm"])
+@pytest.mark.further(folder=WITHOUT_STATES, lag=0)
 @pytest.mark.further(lag=0, mixed=True)
 @pytest.mark.further(lag=1, mixed=False)
 @pytest.mark.parametrize("mixed", [False, True])
@@ -305,7 +312,7 @@ def test_the_tower_runs_in_pieces_between_steps(case: Any, lag: int, mixed: bool
     assert gaps_of(events) == {"", "piece layer"} | (set() if beside else {"chunk"})
 
 
-@pytest.mark.further(case=OTHERS)
+@pytest.mark.further(folder=WITHOUT_STATES)
 def test_a_piece_is_as_long_as_a_part_of_a_prompt(case: Any) -> None:
     """So a long part has all of a small image with it, and nobody waits for a turn more."""
     _, model, prompts, _, _ = case
@@ -322,7 +329,7 @@ def test_a_piece_is_as_long_as_a_part_of_a_prompt(case: Any) -> None:
     assert features is not None and pieces == [features.runs * (features._tower.config.depth + 1), 0]
 
 
-@pytest.mark.further(case=OTHERS)
+@pytest.mark.further(folder=WITHOUT_STATES)
 def test_pieces_and_prompts_of_others_take_turns(case: Any) -> None:
     """Between steps of who decodes all along. One whose picture is begun is aborted, and another one sends it again."""
     _, model, prompts, _, _ = case
@@ -349,7 +356,7 @@ def test_pieces_and_prompts_of_others_take_turns(case: Any) -> None:
     assert "piece layer step chunk step piece" in " ".join(events)
 
 
-@pytest.mark.further(case=OTHERS)
+@pytest.mark.further(folder=OTHERS)
 def test_a_picture_of_nobody_who_waits_is_read_in_turns_too(case: Any) -> None:
     """So whoever comes meanwhile is served between two pieces."""
     _, model, prompts, _, expected = case
@@ -367,7 +374,7 @@ def test_a_picture_of_nobody_who_waits_is_read_in_turns_too(case: Any) -> None:
     assert "chunk" in events[joined[0] : joined[0] + 6]
 
 
-@pytest.mark.further(case=OTHERS)
+@pytest.mark.further(folder=OTHERS)
 def test_prefix_hits(case: Any) -> None:
     """The same pictures are found again, and their features are not made again; other pictures never match."""
     _, model, prompts, params, expected = case
@@ -383,7 +390,7 @@ def test_prefix_hits(case: Any) -> None:
     assert sum(cached) > 0 and (case[0] == "qwen3.5" or cached == [len(ids) - 1 for ids, _ in prompts])
 
 
-@pytest.mark.further(case=OTHERS)
+@pytest.mark.further(folder=OTHERS)
 def test_another_picture_of_the_same_size_matches_the_text_before_it_alone(case: Any) -> None:
     _, model, prompts, _, _ = case
     (ids, images), (_, others) = prompts[0], prompts[4]
@@ -396,7 +403,7 @@ def test_another_picture_of_the_same_size_matches_the_text_before_it_alone(case:
     assert found.final["0"].meta["cached_tokens"] <= images[0].start
 
 
-@pytest.mark.further(case=OTHERS)
+@pytest.mark.further(folder=WITHOUT_STATES)
 def test_features_that_have_no_room_are_made_again(case: Any) -> None:
     _, model, prompts, params, expected = case
     rig = Rig(model, rows=2, radix=False)
@@ -408,7 +415,7 @@ def test_features_that_have_no_room_are_made_again(case: Any) -> None:
     assert images.runs > 8 and len(images._known) == 1
 
 
-@pytest.mark.further(case=OTHERS)
+@pytest.mark.further(folder=WITHOUT_STATES)
 def test_clients_do_not_share_features(case: Any) -> None:
     """Or the time of an answer would say who else has sent a picture."""
     _, model, prompts, *_ = case
@@ -422,7 +429,7 @@ def test_clients_do_not_share_features(case: Any) -> None:
     assert runs == [len(images), 2 * len(images), 2 * len(images)]
 
 
-@pytest.mark.further(case=OTHERS)
+@pytest.mark.further(folder=WITHOUT_STATES)
 def test_several_answers_and_aborts(case: Any) -> None:
     _, model, prompts, _, _ = case
     ids, images = prompts[2]
@@ -440,7 +447,7 @@ def test_several_answers_and_aborts(case: Any) -> None:
     assert len({tuple(tokens) for tokens in alone.tokens.values()}) > 1
 
 
-@pytest.mark.further(case=OTHERS)
+@pytest.mark.further(folder=WITHOUT_STATES)
 def test_grammars(case: Any) -> None:
     """Half of the requests are held to one; with drafts and without the texts are the same."""
     _, model, prompts, params, expected = case
@@ -454,7 +461,7 @@ def test_grammars(case: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.further(case=OTHERS)
+@pytest.mark.further(folder=WITHOUT_STATES)
 def test_two_ranks(case: Any, tmp_path: Path) -> None:
     """Each has the whole tower, and the same features."""
     kind, _, prompts, params, _ = case

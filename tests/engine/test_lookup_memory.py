@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def opened(model: str, file: Path, algorithm: str) -> Engine:
     return Engine(
         Options(
-            model=model, device="cpu", dtype="float32", num_threads=1, random_seed=3, max_total_tokens=4096,
+            model=model, device="cpu", num_threads=1, random_seed=3, max_total_tokens=4096,
             max_running_requests=4, speculative_algorithm=algorithm, speculative_fixed_shape=True,
             speculative_memory=str(file),
         )

@@ -64,7 +64,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target(tmp_path_factory.mktemp("models") / "target", max_position_embeddings=512)
+    return write_target(tmp_path_factory.mktemp("models") / "target", max_position_embeddings=512, intermediate_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -430,7 +430,7 @@ def test_first_difference(one: list[int], other: list[int], index: int | None) -
 
 
 def test_other_weights_are_named(receipt: Receipt, tmp_path: Path) -> None:
-    other = write_target(tmp_path / "other", disturbance=0.5, max_position_embeddings=512)
+    other = write_target(tmp_path / "other", disturbance=0.5, max_position_embeddings=512, intermediate_size=64)
     found = read_receipt(text(receipt))
     with pytest.raises(ReceiptError, match="digest of weights differs"):
         check_files(found, options_for(found, {"model": str(other)}))

@@ -135,6 +135,7 @@ def test_heads_that_come_with_the_default_model(algorithm: str, smollm2_path: Pa
     assert answers(speculative_algorithm=algorithm, speculative_fixed_shape=True, **SHAPE) == expected
 
 
+@pytest.mark.further(algorithm=["EAGLE3+SUFFIX", "EAGLE3+NGRAM"])
 @pytest.mark.parametrize("algorithm", ["EAGLE3+SUFFIX", "EAGLE3+NGRAM", "EAGLE3+NEXTN+SUFFIX"])
 def test_a_fixed_tree_is_as_deep_as_the_lookups(algorithm: str, smollm2_path: Path) -> None:
     """Whatever the head's is: a text that repeats itself is copied further than the head drafts."""

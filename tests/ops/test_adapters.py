@@ -73,7 +73,8 @@ def test_adapters_of_rows(inputs: int, sizes: tuple[int, ...], dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(
-    ("requests", "each"), [(64, 4), (70, 4), pytest.param(1, 1, marks=pytest.mark.exhaustive), (64, 1)]
+    ("requests", "each"),
+    [*(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((64, 4), (1, 1))), (70, 4), (64, 1)],
 )
 def test_trees_of_many_adapters(requests: int, each: int, triton_ops: TorchOps) -> None:
     """Rows of more than a chunk, of as many adapters as there are slots: by a plan as without, each with the bits that

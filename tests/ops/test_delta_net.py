@@ -282,6 +282,7 @@ def test_a_half_type(ops: TorchOps) -> None:
 
 @few_specs
 @pytest.mark.slow
+@pytest.mark.further(ops="triton", spec=["mamba", "by channel", "by channel, grouped"])  # as test_as_in_torch has them
 @pytest.mark.parametrize("kind", list(TREES))
 def test_trees_and_what_of_them_is_accepted(bench: Bench, kind: str) -> None:
     bench.prefill({0: 3, 1: 5})
@@ -304,6 +305,7 @@ def test_ragged_batches(bench: Bench) -> None:
 
 
 @few_specs
+@pytest.mark.further(ops="triton", spec=[name for name in SPECS if name != "floor"])
 def test_dead_nodes_write_nothing(bench: Bench) -> None:
     """They are their own path (`derive`), as the root is."""
     bench.prefill({0: 4})
@@ -328,6 +330,7 @@ def test_dead_nodes_write_nothing(bench: Bench) -> None:
 
 
 @few_specs
+@pytest.mark.further(ops="triton", spec=[name for name in SPECS if name != "by channel, grouped"])
 def test_saves_in_the_middle_of_chunks(bench: Bench) -> None:
     """Who goes on from one has the bits of who computed all of it."""
     first, second = 2 * ROWS + 1, 2 * ROWS + 2
@@ -363,6 +366,7 @@ def test_bits_are_those_of_plain_steps(bench: Bench) -> None:
 
 
 @few_specs
+@pytest.mark.further(ops="triton", spec=[name for name in SPECS if name != "grouped"])
 def test_an_older_record_of_the_same_slot_is_not_found(bench: Bench) -> None:
     """Of a node that is not verified now, and comes before the one that is."""
     bench.prefill({0: 3})
@@ -435,7 +439,7 @@ def test_as_in_torch(ops: TorchOps, name: str, dtype: torch.dtype, lazy: bool) -
         torch.testing.assert_close(x.cpu(), y, rtol=wide, atol=wide)
 
 
-@pytest.mark.further(ops="triton", name=["tiled", "wide", "even"])
+@pytest.mark.further(ops="triton", name=["tiled", "wide", "even", "grouped", "mamba"])
 @of_devices
 def test_dead_nodes_give_zeros(ops: TorchOps, name: str) -> None:
     """Nodes without a path change nothing of the others."""

@@ -144,6 +144,7 @@ def test_experts_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.further(model="qwen2.5")
 def test_mutated_files_are_read_or_refused(model: tuple[Path, str], tmp_path: Path) -> None:
     config, folder, draw = load_config(model[0]), write_adapter(tmp_path / "one", model[0], rank=2), random.Random(3)
     file = converted(folder, tmp_path / "one.gguf", {"llama": "llama", "qwen": "qwen2"}[model[1]], (4, 2), 1.0)

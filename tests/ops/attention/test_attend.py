@@ -45,6 +45,8 @@ def backend(request: pytest.FixtureRequest) -> MakeBackend:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 16), (2, 5), (7, 5), (64, 5), (100, 1))),
     ],
 )
+@pytest.mark.further(nodes=64, dtype=torch.float32)
+@pytest.mark.further(backend="torch", nodes=64, shape=SHAPES[1:])
 def test_trees_equal_brute_force(
     backend: MakeBackend, shape: tuple[int, int, int], nodes: int, rows: int, dtype: torch.dtype
 ) -> None:
@@ -295,6 +297,8 @@ def test_memory_does_not_grow_with_what_comes() -> None:
 @pytest.mark.further(nodes=1, shape=[(9, 3, 64), (3, 3, 40)])
 @pytest.mark.parametrize("shape", [(8, 2, 256), (9, 3, 64), (3, 3, 40)])
 @pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.further(nodes=1, dtype=torch.bfloat16)
+@pytest.mark.further(nodes=3, dtype=torch.float32, shape=(8, 2, 256))
 def test_long_rows_equal_brute_force(nodes: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Chunks are fetched in one piece where their slots lie one after the other. A row of 13 chunks beside one of
     three, wherever their slots are, in one thread and in several."""

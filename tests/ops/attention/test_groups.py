@@ -31,6 +31,8 @@ def keys_of(found: tuple[Tensor, ...], query: int, leader: int) -> dict[int, tup
 
 @pytest.mark.parametrize("any_lane", [False, True])
 @pytest.mark.parametrize("nodes, chain", [(2, False), (5, False), (16, False), (23, False), (9, True), (40, True)])
+@pytest.mark.further(any_lane=False, nodes=[5, 23, 40])
+@pytest.mark.further(any_lane=True, nodes=[2, 9, 16])
 def test_each_node_finds_its_keys(
     nodes: int, chain: bool, any_lane: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

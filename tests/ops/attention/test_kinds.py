@@ -134,8 +134,8 @@ class Text:
         return brute_force(self.q[position], self.k[: position + 1], self.v[: position + 1], self.kind)
 
 
-@pytest.mark.further(ops="triton", exact=False, name=["all", "cap", "latents", "window 40"])
-@pytest.mark.further(ops="triton", name=["longer than all", "sinks", "window 1"])
+@pytest.mark.further(ops="triton", exact=False, name=["cap", "latents", "chunks of 43"])
+@pytest.mark.further(ops="triton", name=["longer than all", "sinks", "window 1", "window 40", "all"])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", KINDS)
 def test_equal_brute_force(name: str, exact: bool, ops: TorchOps) -> None:
@@ -152,7 +152,9 @@ def test_equal_brute_force(name: str, exact: bool, ops: TorchOps) -> None:
         torch.testing.assert_close(text.decode(position).double(), text.expected(position), **close)
 
 
-@pytest.mark.further(ops="triton", dtype=torch.float32, name=["window 40", "all"])
+@pytest.mark.further(
+    ops="triton", dtype=torch.float32, name=["window 3, less than a path", "window 40", "chunks of 43", "all"]
+)
 @pytest.mark.further(
     ops="triton", dtype=torch.bfloat16, name=["window 3, less than a path", "chunks of 43", "all", "latents"]
 )
@@ -224,7 +226,7 @@ def kernels(mended_interpreter: None) -> Any:
     return pytest.importorskip("draftwing.ops.attention.triton_decode")
 
 
-@pytest.mark.further(name=["window 3, less than a path", "window 40", "latents"])
+@pytest.mark.further(name=["window 3, less than a path", "window 40", "chunks of 43", "latents"])
 @pytest.mark.parametrize("name", ["window 3, less than a path", "window 40", "chunks of 43", "all", "latents"])
 def test_triton_tilings(name: str, kernels: Any, triton_ops: TorchOps, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits in lanes and launches, which begin where the window does."""

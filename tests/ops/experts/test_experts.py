@@ -158,6 +158,7 @@ def test_scattered_rows_choose_at_random(ops: TorchOps, sigmoid: bool) -> None:
 @pytest.mark.further(dtype=torch.bfloat16, rows=[70, 1500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 70, 1500])
+@pytest.mark.further(ops="triton", rows=70)
 def test_experts_of_other_ranks_are_left_out(
     ops: TorchOps, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,7 +330,9 @@ def test_triton_gemms(triton_ops: TorchOps, kind: str, dtype: torch.dtype) -> No
         assert again is not None and torch.equal(again, gated[own])
 
 
-@pytest.mark.further(kind=["mxfp4 of 96 columns", "int4 of 32", "int8", "fp8"])
+@pytest.mark.further(
+    kind=["dense", "mxfp4 of 96 columns", "int4 of 32", "int4 of 64 with zeros", "int8", "fp8"]
+)  # as test_triton_gemms has some
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_tiles(triton_ops: TorchOps, kind: str) -> None:
     """Against the dequantised matrix, in float64, with the sums of small tiles and with their own."""

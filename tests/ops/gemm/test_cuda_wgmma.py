@@ -314,6 +314,9 @@ def test_dense_against_float64(run_dense: DenseHost, rows: int, columns: int, ra
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
 @pytest.mark.parametrize("rows, columns, ranges", [(96, 768, 2), (176, 704, 2), (64, 1024, 4)])
 @pytest.mark.parametrize("early", [LATE, EARLY])
+@pytest.mark.further(kind="add", early=EARLY)
+@pytest.mark.further(kind="silu", early=LATE)
+@pytest.mark.further(kind="plain", early=EARLY)
 def test_two_ranges_of_a_block(
     run_dense: DenseHost, rows: int, columns: int, ranges: int, kind: str, early: int
 ) -> None:
@@ -343,6 +346,9 @@ def test_two_ranges_of_a_block(
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
 @pytest.mark.parametrize("rows, columns, ranges", [(96, 768, 2), (544, 512, 1), (32, 384, 1), (416, 1536, 4)])
 @pytest.mark.parametrize("early", [LATE, EARLY])
+@pytest.mark.further(kind="add", early=EARLY)
+@pytest.mark.further(kind="silu", early=LATE)
+@pytest.mark.further(kind="plain", early=EARLY)
 def test_dense_many_rows(run_dense: DenseHost, rows: int, columns: int, ranges: int, kind: str, early: int) -> None:
     """The bits of few rows, with blocks that have no rows of x and others that take several tiles."""
     weight, x, bias = random(rows, columns, seed=1), random(300, columns, seed=2), random(rows, seed=3)
@@ -386,6 +392,7 @@ def test_each_kernel_of_many_rows(run_dense: DenseHost, size: cuda_many.Size) ->
 @on_host
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
 @pytest.mark.parametrize("rows, columns", [(96, 576), (384, 1152)])
+@pytest.mark.further(rows=384, kind=["plain", "add"])
 def test_shares_of_many_rows(run_dense: DenseHost, rows: int, columns: int, kind: str) -> None:
     """Rows have the same bits however tiles are shared out."""
     weight, x, bias = random(rows, columns, seed=1), random(300, columns, seed=2), random(rows, seed=3)
@@ -579,6 +586,8 @@ def test_against_float64(run: Host, rows: int, columns: int, kind: str, clusters
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
 @pytest.mark.parametrize("rows, columns", [(96, 1152), pytest.param(288, 640, marks=LONG), (32, 128), (800, 256)])
 @pytest.mark.parametrize("early", [LATE, EARLY])
+@pytest.mark.further(kind="add", early=LATE)
+@pytest.mark.further(kind=["plain", "silu"], early=EARLY)
 def test_many_rows(run: Host, rows: int, columns: int, kind: str, early: int) -> None:
     """The bits of few rows, with blocks that have no rows of x and others that take several tiles."""
     weight, x, bias = host_weight(rows, columns), random(300, columns, seed=2), random(rows, seed=3)
