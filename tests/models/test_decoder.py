@@ -187,6 +187,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 3.0,
         },
     ),
+    "granite-swa": (
+        "GraniteSWA",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 20,
+            "layer_rope_theta": [0, 5e4, 5e4, 0, 5e4],
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0625,
+            "logits_scaling": 8.0,
+            "rope_parameters": PLAIN,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "granite-swa-defaults": ("GraniteSWA", {"num_hidden_layers": 5, "sliding_window": 20}),
+    "granite-moe-swa": (
+        "GraniteMoeSWA",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 48,
+            "sliding_window": 20,
+            "layer_rope_theta": [1e6, 1e6, 1e6],
+            "attention_multiplier": 0.0625,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32, "rope_parameters": PLAIN}),
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}),
@@ -205,6 +234,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "rope_parameters": PLAIN}),
+    "flex-olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "flex-olmo-defaults": ("FlexOlmo", {"num_experts_per_tok": 5, "num_experts": 7}),
     "dots1": (
         "Dots1",
         {
@@ -327,6 +358,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "norm_eps": 1e-3, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25}},
     ),
     "nemotron-biases": ("Nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "jais2": ("Jais2", {"rope_parameters": LLAMA3, "head_dim": 32, "layer_norm_eps": 1e-3}),
+    "jais2-no-biases": ("Jais2", {"attention_bias": False, "mlp_bias": False}),
     "minicpm3": (
         "MiniCPM3",
         {

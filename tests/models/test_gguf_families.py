@@ -42,7 +42,7 @@ IN_FILES = {
     "dots1": ("dots1", False), "hunyuan-v3": ("hy_v3", False), "mistral4": ("mistral4", False),
     "stablelm": ("stablelm", False), "stablelm-parallel": ("stablelm", False), "starcoder2": ("starcoder2", False),
     "phi": ("phi2", False), "neox": ("gptneox", False), "neox-sequential": ("gptneox", False),
-    "nemotron": ("nemotron", False), "solar": ("glm4moe", False),
+    "nemotron": ("nemotron", False), "jais2": ("jais2", False), "solar": ("glm4moe", False),
     "granite as minicpm": ("minicpm", True), "minicpm3": ("minicpm3", False), "exaone": ("exaone", False),
 }  # fmt: skip
 LIKE = {"mellum": "qwen3moe", "hy_v3": "exaone-moe"}  # which the gguf package does not know yet

@@ -1,14 +1,17 @@
 """Granite 3, dense and with experts: Llama's layers, with factors of embeddings, of what layers add, of scores and of
-logits. HyperCLOVA X: the same with norms behind each part, too."""
+logits. HyperCLOVA X: the same with norms behind each part, too. Granite Swash: the same with sinks, windows in most
+layers, and a base of the rotary embedding for each layer, or none."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.families.granite_hybrid import NAMES, apart
 from draftwing.models.family import ExpertMetadata, Family, InGGUF, Whole, query_scalar, softmax_experts
-from draftwing.models.fields import WIDEST, Fields
+from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields
+from draftwing.models.positions import FULL, SLIDING, rope_fields
 
 
 def _keys(fields: Fields) -> dict[str, Any]:
@@ -34,6 +37,36 @@ def _shared_experts(fields: Fields, layers: int) -> ExpertConfig:
     return softmax_experts(fields, layers, "num_local_experts", "intermediate_size", shared=width)
 
 
+_BASES = "layer_rope_theta"
+
+
+def _bases(fields: Fields) -> list[float]:
+    """Returns the base of each layer's rotary embedding, 0 of one that turns nothing: none where all have one."""
+    given, count = fields.get(_BASES), fields.whole("num_hidden_layers", high=MAX_LAYERS)
+    if given is None:
+        return []
+    whole = isinstance(given, list) and len(given) == count and all(type(one) in (int, float) for one in given)
+    if not whole or len({*given} - {0}) > 1 or not all(one == 0 or 1 <= one <= 1e15 for one in given):
+        raise fields.unlike(_BASES, f"0, or one base from 1 to 1e+15, for each of {count} layers")
+    return [float(one) for one in given]
+
+
+def _with_windows(fields: Fields) -> dict[str, Any]:
+    count, said = fields.whole("num_hidden_layers", high=MAX_LAYERS), _keys(fields)
+    if base := max(_bases(fields), default=0.0):
+        given = rope_fields(fields)
+        said |= {"rope_theta": base, given.inside.rstrip("."): {**dict(given.items()), "rope_theta": base}}
+    return (
+        said
+        if fields.texts("layer_types")
+        else {**said, "layer_types": [SLIDING if i % 4 else FULL for i in range(count)]}
+    )
+
+
+def _nope(fields: Fields, windows: Sequence[int]) -> Collection[int]:
+    return {i for i, base in enumerate(_bases(fields)) if not base}
+
+
 def _metadata(fields: Fields) -> Fields:
     """Reads past the sizes of state-space layers, which files of Granite 4 have, too, where it has no such layer."""
     for part in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
@@ -42,6 +75,10 @@ def _metadata(fields: Fields) -> Fields:
 
 
 _GRANITE: dict[str, Any] = {"attention_scalar": 1, "multipliers": True, "keys": _keys}
+_SWASH: dict[str, Any] = {
+    "eps": 1e-5, "sinks": True, "sliding_window": 128, "window_pattern": 4, "pattern_key": False,
+    "keys": _with_windows, "nope": _nope,
+}  # fmt: skip
 _EXPERTS: dict[str, Any] = {**_GRANITE, "expert_names": NAMES, "apart": apart}
 FAMILIES = {
     "GraniteForCausalLM": Family(
@@ -66,6 +103,12 @@ FAMILIES = {
         **_EXPERTS,
         experts=_experts,
         gguf=InGGUF("granitemoe", permuted=True, fields=_metadata, experts=ExpertMetadata(shared=True, as_mlp=True)),
+    ),
+    "GraniteSWAForCausalLM": Family("granite_swa", **_GRANITE | _SWASH, tied=True),
+    "GraniteMoeSWAForCausalLM": Family(
+        "granitemoe_swa",
+        **_EXPERTS | _SWASH | {"expert_names": NAMES._replace(router="block_sparse_moe.router")},
+        experts=_shared_experts,
     ),
     "GraniteMoeSharedForCausalLM": Family("granitemoeshared", **_EXPERTS, experts=_shared_experts),  # GGUF: the same
 }

@@ -1,4 +1,5 @@
-"""OLMo 2 and 3: norms behind each part alone, and norms of all queries and of all keys; OLMoE, with experts."""
+"""OLMo 2 and 3: norms behind each part alone, and norms of all queries and of all keys; OLMoE, with experts;
+FlexOlmo, with both."""
 
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ FAMILIES = {
         experts=_experts,
         gguf=InGGUF("olmoe", experts=ExpertMetadata(grouped=True, renormalised=False, as_mlp=True)),
     ),
+    "FlexOlmoForCausalLM": Family("flex_olmo", **_OLMO | {"eps": 1e-6}, theta=_THETA, experts=_experts),
     "Olmo3ForCausalLM": Family(
         "olmo3",
         **_OLMO,
