@@ -70,6 +70,7 @@ def config_of(size: str) -> dict[str, Any]:
         "linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads, "linear_key_head_dim": 128,
         "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "attn_output_gate": True,
         "layer_types": ["linear_attention" if i % 4 < 3 else "full_attention" for i in range(layers)],
+        "full_attention_interval": 4,  # SGLang looks at this
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
         "mtp_num_hidden_layers": 1, "eos_token_id": 0,
     }  # fmt: skip

@@ -5,7 +5,8 @@
 Writes FOLDER/target: config.json, a tokenizer with a token for each id, and what prepares pictures; FOLDER/draft, a
 head, where there is one; FOLDER/a0, a1 and so on. Weights are made on the GPU where there is one. Some models have
 none, as too large for a disk or stored in too special a way: servers make them (`--load-format dummy`). That is no way
-for fp8 and MXFP4, of which SGLang then has zeros and whatever was in memory; zeros take less power.
+for fp8 and MXFP4, of which SGLang then has zeros and whatever was in memory; zeros take less power. Nor for mixtures:
+its weights are so small then that all tokens choose the same experts, and it reads these alone.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ MODELS = {
     "nemotron-3-nano": Model(real.NEMOTRON3_NANO | {"torch_dtype": "bfloat16"}),
     "granite-4-tiny": Model(real.GRANITE4_TINY),
     "kimi-linear-48b": Model(real.KIMI_LINEAR_48B),
-    "lfm2-8b": Model(real.LFM2_8B),
+    "lfm2-8b": Model(real.LFM2_8B, files=True),
     "qwen3-embedding": Model(embeddings.SHAPE, files=True),
     "tiny": Model(TINY_LLAMA, eagle3(TINY_LLAMA), files=True),
     "tiny-pictures": Model(with_pictures(TINY_TOWER, **TINY_HYBRID)),
@@ -195,8 +196,8 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def write_weights(folder: Path, device: str = "cpu", shard: int = SHARD) -> None:
-    """Writes the weights of a config: of a Llama or the text model of a Qwen3.5, with its prediction layer, in bfloat16
-    or blocks of fp8, or of a gpt-oss with experts in MXFP4."""
+    """Writes the weights of a config: of a Llama, an LFM2 mixture or the text model of a Qwen3.5, with its prediction
+    layer, in bfloat16 or blocks of fp8, or of a gpt-oss with experts in MXFP4."""
     raw, config = json.loads((folder / "config.json").read_text()), load_config(folder)
     model = DecoderModel(config, torch.bfloat16, "meta")
     tensors = [random_tensors(model, checkpoint_names(config), device)]

@@ -238,6 +238,11 @@ TINY_GPT_OSS = models.GPT_OSS_120B | {
     "layer_types": ["sliding_attention", "full_attention"], "eos_token_id": 999,
 }  # fmt: skip
 TINY_HYBRID = hybrid_gpu.config_of("tiny") | {"vocab_size": 1000, "eos_token_id": 999}
+TINY_LFM2 = models.MODELS["lfm2-8b"].target | {
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 1000,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
+    "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"], "eos_token_id": 999,
+}  # fmt: skip
 TINY_FP8 = models.TINY_LLAMA | models.BLOCKS_OF_FP8 | {"hidden_size": 256, "intermediate_size": 384}
 
 
@@ -263,7 +268,7 @@ def reference(folder: Path, config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(("config", "shard"), [
     pytest.param(models.TINY_LLAMA, 1 << 30, marks=pytest.mark.exhaustive), (models.TINY_LLAMA, 40_000),
-    (TINY_GPT_OSS, 50_000), pytest.param(TINY_HYBRID, 1 << 30, marks=pytest.mark.exhaustive),
+    (TINY_GPT_OSS, 50_000), (TINY_LFM2, 50_000), pytest.param(TINY_HYBRID, 1 << 30, marks=pytest.mark.exhaustive),
     (TINY_HYBRID | {"quantization_config": models.FP8}, 1 << 20), (TINY_FP8, 1 << 30),
 ])  # fmt: skip
 def test_weights_are_those_of_transformers(config: dict[str, Any], shard: int, tmp_path: Path) -> None:
