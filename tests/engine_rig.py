@@ -20,6 +20,7 @@ from draftwing.engine.row_table import RowTable
 from draftwing.kv.pool import KVPool, RowStates, StateSpec, delta_specs
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.adapters.adapter import Adapter, AdapterSlots, AdapterTargets, Factors
+from draftwing.models.adapters.heads import HeadSlots
 from draftwing.models.decoder import WIDE, DecoderModel
 from draftwing.models.loader import fill_parameters
 from draftwing.models.weight_map import checkpoint_names, stored_tensors
@@ -230,13 +231,13 @@ class Rig:
     def __init__(
         self, model, shapes=(PLAIN,), drafter=None, lag=0, slots=1000, rows=6, chunk=64, radix=True, policy=None,
         book=None, miss=0, attn=None, device="cpu", fake_device=None, graph_size=0, ahead=0, kv_dtype=None,
-        deferral=None, states=None, mixed=False, adapters=(), adapter_slots=None,
+        deferral=None, states=None, mixed=False, adapters=(), adapter_slots=None, heads=(),
     ):  # fmt: skip
         """attn: a backend of a pool, where it is not the CPU's own, or torch's elsewhere. graph_size: largest batch
         with graphs; on the CPU by a stand-in that calls the stages again. kv_dtype: of the pool, where it is not the
         model's. deferral: of prompts, where it is not what an engine on a CPU has. states: of a model with recurrent
         layers. mixed: whether prompts run beside rows that decode. adapters: in slots 1, 2, ...; with adapter_slots, of
-        which there are so many then, in none."""
+        which there are so many then, in none. heads: of draft heads, in the same slots."""
         self.policy = policy or FixedShape(shapes[0])
         dev = fake_device or pick_device(device)
         layers = model.kv_layers
@@ -273,7 +274,10 @@ class Rig:
         if adapters:
             count = len(adapters) if adapter_slots is None else adapter_slots
             held = AdapterSlots(model, count, max(one.rank for one in adapters), wide=WIDE)
-            self.executor.take_adapters(held)
+            beside = HeadSlots(drafter.adaptable, count, max(one.rank for one in heads)) if heads else None
+            self.executor.take_adapters(held, beside)
+            for slot, own in enumerate(heads, 1):
+                beside.put(slot, own)
             for slot, adapter in enumerate(adapters if adapter_slots is None else (), 1):
                 held.put(slot, held.targets.fit(adapter))
         if dev.has_own_memory:  # a hidden host read is an error

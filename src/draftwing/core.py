@@ -96,6 +96,7 @@ class Admission(NamedTuple):
     salt: int = 0  # 63 bits; rows of the same one share what drafters remember
     edited: bool = False  # whether its logits are, by the device or by the host
     adapter: int = 0  # slot of its adapter, 0: it has none
+    head: int = 0  # the same where that drafts with a head of its own, 0: the model's drafts
 
     @property
     def prompt_len(self) -> int:

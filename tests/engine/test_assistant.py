@@ -28,8 +28,8 @@ from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.types import Draft
 from draftwing.sched.policy.shape_policy import StepContext, TreePolicy
+from draftwing.spec.assistant_drafter import AssistantDrafter
 from draftwing.spec.drafter import DraftStep
-from draftwing.spec.model_drafter import AssistantDrafter
 
 pytestmark = pytest.mark.slow
 FEW = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}

@@ -147,6 +147,35 @@ def test_a_head_for_an_adapter(bench: Bench, run: Path) -> None:
         assert [one.token_ids for one in found] == expected and llm.engine.reporter.accept_length > 1.6
 
 
+@pytest.mark.exhaustive
+def test_factors_for_an_adapter(bench: Bench, run: Path) -> None:
+    """They are a head of the adapter's own beside the one that drafts for all others, whose rows keep their drafts."""
+    plain = write_adapter(bench.folder / "plain adapter", Path(bench.target), 1, strength=0.3)
+    more = ("--adapter", f"own={plain}", "--steps", "200", "--shapes", "3,1,4", "--eval-temperatures", "0")
+    out = bench.train("factors", *more, "--head-rank", "8", "--init-head", str(run / "head"))
+    own = bench.folder / "own adapter"
+    shutil.copytree(plain, own)
+    shutil.copytree(out / "draft_head", own / "draft_head")
+    options = {
+        "model": bench.target, "device": "cpu", "dtype": "float32", "max_total_tokens": 4000, "num_threads": 1,
+        "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(run / "head"),
+    }  # fmt: skip
+    found, names = {}, ["own", None, "own", None, "own", None]
+    texts = [f"ask {i} {i**3}" for i in range(6)]
+    for adapter in (plain, own):
+        serving = options | {"lora_modules": [f"own={adapter}"]}
+        for name in ("own", None):
+            trial, report = Trial([TreeShape(3, 1, 4)], [0.0], 24, 8, name), bench.folder / f"{adapter.name} {name}"
+            (found[adapter, name],) = evaluate(serving, {"e": texts}, trial, report)
+        with LLM(**serving) as llm:
+            answers = llm.generate(texts, {"temperature": 0, "max_new_tokens": 30}, adapter=names)
+            found[adapter, "texts"] = {"tokens": [one.token_ids for one in answers]}
+    length = {key: record.get("accept_length", 0.0) for key, record in found.items()}
+    assert length[own, "own"] > max(1.3 * length[plain, "own"], 1.6), length
+    assert length[own, None] == length[plain, None] and found[own, "texts"] == found[plain, "texts"]
+    assert abs(length[own, "own"] - accept(out)) < 0.15, "of one request in four the model's head drafts"
+
+
 @pytest.mark.further(algorithm=["EAGLE", "MTP"])
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MTP"])
 def test_acceptance_rises(bench: Bench, run: Path, algorithm: str) -> None:

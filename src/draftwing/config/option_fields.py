@@ -132,6 +132,10 @@ class OptionFields:
         None, MODEL, "largest rank of an adapter (default: that of --lora-modules, 16 at least)", minimum=1,
         maximum=256,
     )  # fmt: skip
+    max_lora_head_rank: int | None = option(
+        None, MODEL, "largest rank of a draft head of an adapter's own; 0: the model's drafts for all of them "
+        "(default: that of --lora-modules)", minimum=0, maximum=256,
+    )  # fmt: skip
     random_seed: int | None = option(
         None, MODEL, "seed of requests that give none of their own (default: random)", minimum=0, maximum=2**63 - 1
     )

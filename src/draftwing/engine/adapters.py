@@ -5,16 +5,19 @@ else's until that request ends."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from draftwing.config.adapters import AdapterCard
 from draftwing.errors import ConfigError, NotFound, RequestError
 from draftwing.models.adapters.adapter import Adapter, digest_of, mixture
+from draftwing.sched.own_heads import OwnHeads
 from draftwing.sched.req import Req
 
+log = logging.getLogger("draftwing")
 NOT_SERVED = "adapters are not served: start with --lora-modules or --lora-dir"
 PATIENCE = 2.0  # seconds that a request may wait for a slot before those with adapters that have one wait behind it
 
@@ -22,18 +25,25 @@ PATIENCE = 2.0  # seconds that a request may wait for a slot before those with a
 class EngineAdapters:
     """`add`, `remove` and `hold` may come from any thread, all else is the engine's. Without slots none is served."""
 
-    def __init__(self, slots: int, rank: int, put: Callable[[int, Adapter], None], clock: Callable[[], float]) -> None:
-        """rank: that slots have room for.  put: fills a slot of the device, from 1 on."""
-        self._served, self._rank, self._put, self._clock = slots > 0, rank, put, clock
+    def __init__(
+        self, slots: int, rank: int, put: Callable[[int, Adapter], None],
+        put_head: Callable[[int, Adapter | None], None], clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """rank: that slots have room for.  put: fills a slot of the device, from 1 on.  put_head: does so with the
+        adapter's own draft head alone, whatever runs."""
+        self._served, self._rank, self._put, self._put_head, self._clock = slots > 0, rank, put, put_head, clock
         self._lock = threading.Lock()
         self._named: dict[str, tuple[Adapter, AdapterCard]] = {}
         self._kept: dict[str, Adapter] = {}  # by digest: those with a name, and those of requests
         self._slots: OrderedDict[str, int] = OrderedDict()  # by digest, the one that was used last at the end
+        self._heads: dict[str, str] = {}  # digests of the draft heads in these
         self._free = list(range(slots, 0, -1))
         self._users: Counter[str] = Counter()  # requests by digest, that wait or run
         self._of: dict[str, str] = {}  # digest of the adapter of each such request, by uid
         self._running: Counter[str] = Counter()  # of these those that have a slot
-        self._has_slot: set[str] = set()  # by uid
+        # By uid: what the adapter's own draft head is known by, "" without one, and whether the request has it.
+        self._has_slot: dict[str, tuple[str, bool]] = {}
+        self._judged = OwnHeads()
         self._waiting: deque[tuple[float, Req]] = deque()  # with since when
         self.loads = 0  # of slots
 
@@ -134,15 +144,15 @@ class EngineAdapters:
         """Returns how many requests wait."""
         return len(self._waiting)
 
-    def ended(self, uids: Collection[str]) -> None:
-        """Notes requests that gave out their last output, or never came."""
+    def ended(self, requests: Mapping[str, Mapping[str, Any]]) -> None:
+        """Notes requests that gave out their last output, or never came. requests: by uid, what outputs say of them."""
         with self._lock:
-            for uid in uids:
+            for uid, meta in requests.items():
                 digest = self._of.pop(uid, None)
                 if digest is None:
                     continue
                 if uid in self._has_slot:
-                    self._has_slot.discard(uid)
+                    self._judge(*self._has_slot.pop(uid), meta)
                     self._running[digest] -= 1
                 self._users[digest] -= 1
                 if not self._users[digest]:
@@ -151,23 +161,41 @@ class EngineAdapters:
 
     def _give(self, req: Req) -> bool:
         digest = req.request.adapter_digest
+        adapter = self._kept[digest]
         if digest not in self._slots:
             slot = self._free.pop() if self._free else self._evicted()
             if slot is None:
                 return False
-            self._put(slot, self._kept[digest])
+            self._put(slot, adapter)
             self.loads += 1
             self._slots[digest] = slot
+        elif self._heads[digest] != adapter.head_digest:
+            self._put_head(self._slots[digest], adapter.head)
+        self._heads[digest] = adapter.head_digest
         self._slots.move_to_end(digest)
         req.adapter = self._slots[digest]
+        key = f"{digest}/{adapter.head_digest}" if adapter.head is not None else ""
+        own = bool(key) and self._judged.next(key)
+        req.head, req.drafts_as = (req.adapter, key) if own else (0, digest)
         self._running[digest] += 1
-        self._has_slot.add(req.uid)
+        self._has_slot[req.uid] = key, own
         return True
+
+    def _judge(self, key: str, own: bool, meta: Mapping[str, Any]) -> None:
+        """Learns of a request that has ended how good its draft head is."""
+        counts = meta.get("spec_num_correct_drafts", 0), meta.get("spec_verify_ct", 0)
+        if key and self._judged.ended(key, own, *counts) is False:
+            names = [name for name, (_, card) in self._named.items() if key.startswith(f"{card.digest}/")]
+            log.warning(
+                "the adapters' own draft head of %s is accepted less often than the model's, which drafts in its place",
+                ", ".join(map(repr, names)) or "an adapter that is not loaded any more",
+            )  # fmt: skip
 
     def _evicted(self) -> int | None:
         """Returns the slot that nobody has used for longest, of those that no request has; None: each has one."""
         for digest in self._slots:
             if not self._running[digest]:
+                del self._heads[digest]
                 return self._slots.pop(digest)
         return None
 

@@ -110,6 +110,8 @@ class Captures:
             self._graphs.capture_beside("verify", key, self._steps.verify_adapted, launched[0])
         for filtered in (False, True) if self._device.ops.draws_by_row else (False,):
             self._steps.finish(step._replace(filtered=filtered), *launched, self._graphs.capture)
+        if self._table.heads is not None:
+            self._steps.capture_heads(step._replace(adapted=True), *launched)
         del launched  # its memory is for the next key's graphs
         self._graphs.finish(key)
 

@@ -158,6 +158,8 @@ class CommitStage:
         if self._backlog is not None:
             self._backlog.keep_by_slot(batch.write_slots, verified.aux_hidden)
         if drafter is not None:
+            if self._table.heads is not None:
+                drafter.beside_adapters(step.adapted)
             self._show(drafter, skips, step, done, prefix_len, verified.aux_hidden, place)
         if drafter is not None and not drafter.fixed_confidence:
             bound = step.bound + step.shape.max_commit
@@ -185,6 +187,8 @@ class CommitStage:
             token = zero.index_copy(0, upload.final, picked)
             drawn = zero.index_fill(0, upload.final, 1)
         if self._drafter is not None:
+            if table.heads is not None:
+                self._drafter.beside_adapters(plan.adapted)
             self._show_chunks(self._drafter, plan, upload, batch, verified.aux_hidden)
             if upload.final.numel() and not self._drafter.fixed_confidence:
                 confidence = self._drafter.confidence(table, rows, plan.max_kv_len)

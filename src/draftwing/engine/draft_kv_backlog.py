@@ -204,6 +204,8 @@ class DraftKVBacklog:
         aux_hidden = None if kept is None else torch.cat([kept[part.at : part.at + part.length] for part in parts])
         if self._slots is not None:
             aux_hidden = self._ops.take_rows(self._slots, batch.write_slots)
+        if table.heads is not None:
+            self._drafter.beside_adapters(True)  # nobody has counted whose rows these are
         self._drafter.catch_up(
             SeenTokens(table, batch, aux_hidden, table.tokens_at(row_of, at + 1), None, rows[:0]), False
         )
@@ -233,6 +235,8 @@ class DraftKVBacklog:
         )  # fmt: skip
         count = (kv_len - start).clamp(min=1)
         next_ids = table.tokens_at(column, at + 1).flatten()
+        if table.heads is not None:
+            drafter.beside_adapters(True)
         drafter.catch_up(SeenTokens(table, batch, aux_hidden, next_ids, count, noisy), drafts)
         table.page_table.index_put_((column, past), entries)
         self.reset(rows)

@@ -145,7 +145,8 @@ class Engine:
         self._searches = Searches()
         self._adapters = EngineAdapters(
             0 if executor.adapters is None else options.max_loras, options.max_lora_rank or 0,
-            partial(executor.run_on_all_ranks, Executor.put_adapter), time.monotonic,
+            partial(executor.run_on_all_ranks, Executor.put_adapter),
+            partial(executor.run_on_all_ranks, Executor.put_head), time.monotonic,
         )  # fmt: skip
 
     def _watch(self, plan: Plan, result: StepResult) -> None:
@@ -194,7 +195,7 @@ class Engine:
         try:
             self._input.put(self._admissible(request._replace(adapter_digest=digest)))
         except BaseException:
-            self._adapters.ended([request.uid])
+            self._adapters.ended({request.uid: {}})
             raise
 
     def abort(self, uid: str) -> None:
@@ -240,13 +241,14 @@ class Engine:
         if slots is None:
             raise ConfigError(NOT_SERVED)
         check_name(name, self.options.model_names)
-        card, adapter = checked_adapter(name, path, slots, self.options)
+        card, adapter = checked_adapter(name, path, slots, self.parts.executor.head_slots, self.options)
         device = self.parts.executor.device
-        adapter = slots.imaged(adapter, device.host_memory)
+        adapter, head = slots.imaged(adapter, device.host_memory), adapter.head
         if adapter.image and self.options.lora_dir and device.has_own_memory:  # others may be loaded
             threading.Thread(target=slots.spare.fill, args=(device.host_memory,), name="adapter", daemon=True).start()
         self._adapters.add(card, adapter, replace)
-        log.info("the adapter %r is loaded: rank %d, %.1f MB", name, adapter.rank, adapter.nbytes / 1e6)
+        of_head = "" if head is None else f", a draft head of its own: rank {head.rank}, {head.nbytes / 1e6:.1f} MB"
+        log.info("the adapter %r is loaded: rank %d, %.1f MB%s", name, adapter.rank, adapter.nbytes / 1e6, of_head)
         return card
 
     def unload_adapter(self, name: str) -> None:
@@ -358,7 +360,7 @@ class Engine:
 
     def _outputs(self) -> list[Output]:
         outputs = self._checks.take(self.parts.sched.take_outputs())
-        ended = [output.uid for output in outputs if output.finish_reason is not None]
+        ended = {output.uid: output.meta for output in outputs if output.finish_reason is not None}
         self._adapters.ended(ended)
         self._input.forget(ended)
         return outputs

@@ -32,6 +32,7 @@ from draftwing.engine.target import TargetForward
 from draftwing.engine.tree_steps import TreeSteps
 from draftwing.kv.host_share import HostShare
 from draftwing.models.adapters.adapter import Adapter, AdapterSlots
+from draftwing.models.adapters.heads import HeadSlots
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.assign.spec import new_calibration
 from draftwing.ops.attention.attend import AttnBackend
@@ -119,6 +120,7 @@ class Executor:
             drafter.calibration = self.calibration
         self.heads = LoadedHeads(drafter, device, self.calibration)
         self.adapters: AdapterSlots | None = None
+        self.head_slots: HeadSlots | None = None
         self._features = RequestFeatures(model, drafter, table, device, self.calibration)
         self.commit_stage = CommitStage(
             model, drafter, table, self.ops, self._batches, self._features, self._backlog, self.calibration, simulation
@@ -206,12 +208,13 @@ class Executor:
         """Sets the rows that replays of graphs run, of so many; the others are the dummy."""
         self.graphs.set_rows(rows, size)
 
-    def take_adapters(self, slots: AdapterSlots) -> None:
-        """Serves adapters from now on. slots: of the model."""
-        self.adapters = slots
-        self.table.take_adapters()
-        if not self.ops.can_record:  # kernels that are compiled
-            slots.warm_up(self.ops)
+    def take_adapters(self, slots: AdapterSlots, heads: HeadSlots | None = None) -> None:
+        """Serves adapters from now on. slots: of the model.  heads: of the draft head."""
+        self.adapters, self.head_slots = slots, heads
+        self.table.take_adapters(heads is not None)
+        for every in (slots, heads) if not self.ops.can_record else ():  # kernels that are compiled
+            if every is not None:
+                every.warm_up(self.ops)
 
     @torch.inference_mode()
     def put_adapter(self, slot: int, adapter: Adapter) -> None:
@@ -225,6 +228,13 @@ class Executor:
             self.adapters.put(slot, adapter)
         else:
             self.adapters.fill(slot, arrived)
+        self.put_head(slot, adapter.head)
+
+    @torch.inference_mode()
+    def put_head(self, slot: int, head: Adapter | None) -> None:
+        """Has the adapter in a slot draft with a head of its own, also for rows that run; None: it has none."""
+        if self.head_slots is not None:
+            self.head_slots.put(slot, head)
 
     def take_head(self, number: int) -> None:
         """Does as `LoadedHeads.take`."""

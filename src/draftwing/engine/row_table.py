@@ -43,9 +43,10 @@ class RowTable(RowTensors):
         self.adapters: Tensor | None = None  # [R + 1] int64: slot of each row's adapter, 0: none; where there are some
         self._step: tuple[list[bytes], tuple[Tensor, SamplingGroups]] | None = None  # the newest of `upload_step`
 
-    def take_adapters(self) -> None:
-        """Has a column for the slots of rows' adapters from now on."""
+    def take_adapters(self, heads: bool) -> None:
+        """Has a column for the slots of rows' adapters from now on. heads: and one for those of heads of their own."""
         self.adapters = torch.zeros_like(self.kv_len)
+        self.heads = torch.zeros_like(self.kv_len) if heads else None
 
     def upload(self, plan: Plan) -> Upload:
         """Brings a prefill to the device: one copy, then the scatters of what the host decided."""
@@ -99,28 +100,29 @@ class RowTable(RowTensors):
         rows = fields[:, 0]
         for column, state in enumerate((self.kv_len, self.seed, self.salt, self.top_k, self.ban_until), 1):
             state.index_copy_(0, rows, fields[:, column])
-        if self.adapters is not None:
-            self.adapters.index_copy_(0, rows, fields[:, 8])
+        for column, slots in enumerate((self.adapters, self.heads), 8):
+            if slots is not None:
+                slots.index_copy_(0, rows, fields[:, column])
         floats = fields[:, 6:8].contiguous().view(torch.float32)  # [A, 4]
         self.floats.index_copy_(0, rows, floats[:, :3])
-        self.ban_ids.index_copy_(0, rows, fields[:, 9:])
+        self.ban_ids.index_copy_(0, rows, fields[:, 10:])
 
 
-ADMIT_WORDS = 9 + BAN_IDS
+ADMIT_WORDS = 10 + BAN_IDS
 
 
 def _admission_words(admit: Admission) -> IntArray:
-    """row, kv_len, seed, salt, top_k, ban_until, (temperature, top_p), (min_p, 0), adapter, ban ids padded
-    with -1."""
+    """row, kv_len, seed, salt, top_k, ban_until, (temperature, top_p), (min_p, 0), adapter, head, ban ids
+    padded with -1."""
     params = admit.request.params
     words = np.full(ADMIT_WORDS, -1, np.int64)
     ban_until = admit.prompt_len + params.min_new_tokens
     words[:6] = admit.row, len(admit.slots), admit.seed, admit.salt, params.top_k, ban_until
     words[6:8] = np.asarray([params.temperature, params.top_p, params.min_p, 0.0], np.float32).view(np.int64)
-    words[8] = admit.adapter
+    words[8:10] = admit.adapter, admit.head
     if params.min_new_tokens:
         assert len(admit.stop_ids) <= BAN_IDS, "the engine refuses more"
-        words[9 : 9 + len(admit.stop_ids)] = admit.stop_ids
+        words[10 : 10 + len(admit.stop_ids)] = admit.stop_ids
     return words
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from draftwing.config.trees import PLAIN
 from draftwing.core import Plan
 from draftwing.engine.devices.base import Device
-from draftwing.engine.graphs import FIRST, Beside, GraphCache, Key, RecordedStages, foreign_steps
+from draftwing.engine.graphs import FIRST, LAST, Beside, GraphCache, Key, RecordedStages, foreign_steps
 from draftwing.engine.image_features import ImageFeatures
 from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
@@ -117,7 +117,7 @@ class TreeSteps:
         """Returns the key by which the step's forward runs, the drafts, and what the forward reads: a copy of these, or
         the same where they were made for it. run: as of `forward`."""
         key = (step.key, step.edited) if step.key is not None and step.edited else step.key
-        drafted: DraftBatch = run(FIRST, key, self.draft, step)
+        drafted: DraftBatch = run(FIRST, self._of_heads(key, step), self.draft, step)
         if step.forward_key is None:
             return key, drafted, drafted
         return step.forward_key, drafted, self._graphs.give(step.forward_key, drafted)
@@ -127,9 +127,15 @@ class TreeSteps:
     ) -> Tensor:
         """Returns the packed result, as in `Committed`."""
         key: Hashable = None if step.key is None else (step.key, step.filtered, step.edited)
-        if step.adapted and key is not None and isinstance(self._graphs, RecordedStages):
+        if isinstance(self._graphs, RecordedStages) and key is not None and step.adapted:
             key = Beside(key)  # what it reads lies elsewhere
+        else:
+            key = self._of_heads(key, step)
         return run("commit", key, self._commit, step, drafted, verified, keep=True)
+
+    def _of_heads(self, key: Hashable | None, step: TreeStep) -> Hashable | None:
+        """Returns the key of a stage that runs the draft head, beside which rows may have factors."""
+        return Beside(key) if key is not None and step.adapted and self._table.heads is not None else key
 
     def draft(self, step: TreeStep) -> DraftBatch:
         drafted = self._drafted(step)
@@ -152,9 +158,10 @@ class TreeSteps:
             edits = self._features.draft_edits(special)
         wanted = DraftStep(self._table, step.rows, step.shape, step.bound, step.groups.noisy, edits)
         if special is not None and step.forward_key is not None and self._begun(special, wanted):
-            drafted: DraftBatch = self._graphs.run(FIRST, step.forward_key, self.draft, step)
+            key = self._of_heads(step.forward_key, step)
+            drafted: DraftBatch = self._graphs.run(FIRST, key, self.draft, step)
             return drafted.draft
-        return self._propose(wanted)
+        return self._propose(wanted, step.adapted)
 
     def _begun(self, special: Plan, wanted: DraftStep) -> bool:
         """Returns whether the draft may come from a graph: where no row has edits, or the drafter has edited its first
@@ -168,14 +175,25 @@ class TreeSteps:
     def verify_adapted(self, drafted: DraftBatch) -> Verified:
         return Verified(*self._target.verify_adapted(drafted.batch))
 
-    def _propose(self, wanted: DraftStep) -> Draft:
+    def _propose(self, wanted: DraftStep, adapted: bool) -> Draft:
         if self._drafter is None:  # there is nothing in the tree yet, see `RequestFeatures.adjust`
             return roots_alone(self._table, wanted.rows, wanted.shape.nodes)
+        if self._table.heads is not None:
+            self._drafter.beside_adapters(adapted)
         draft = self._drafter.propose(wanted)
         if self._copies:  # its tensors may be its own, or one number with stride 0, and a graph's are written to
             own: Iterable[Any] = (None if one is None else one.clone(memory_format=CONTIGUOUS) for one in draft)
             draft = Draft(*own)
         return draft
+
+    def capture_heads(self, step: TreeStep, drafted: DraftBatch, verified: Verified) -> None:
+        """Captures what runs the draft head of a step that has adapters, beside the graphs of one that has none and
+        gave these."""
+        assert step.key is not None
+        self._graphs.capture_beside(FIRST, step.key, self.draft, step)
+        for filtered in (False, True) if self._ops.draws_by_row else (False,):
+            key, own = (step.key, filtered, step.edited), step._replace(filtered=filtered)
+            self._graphs.capture_beside(LAST, key, self._commit, own, drafted, verified)
 
     @torch.inference_mode()
     def replay(self, key: Key) -> None:

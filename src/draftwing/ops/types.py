@@ -38,6 +38,7 @@ class RowTensors:
         self.tokens = zeros_as_written((rows + 1, length), dtype, device)
         self.kv_len = zeros()
         self.last = zeros()  # tokens[r, kv_len[r]]: known, but not in the KV yet
+        self.heads: Tensor | None = None  # [R + 1]: slots of factors beside the draft head, 0: none
         self.seed = zeros()
         self.salt = zeros()  # 0: none
         self.top_k = zeros()

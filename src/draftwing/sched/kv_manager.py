@@ -149,7 +149,7 @@ class KVManager:
         draft_salt = req.salt if req.draft_salt is None else req.draft_salt
         self._admits[req.row] = Admission(
             req.row, list(req.tokens), match.slots, req.request, req.seed, tuple(sorted(req.stop_ids)), draft_salt,
-            req.edited, req.adapter,
+            req.edited, req.adapter, req.head,
         )  # fmt: skip
         return True
 

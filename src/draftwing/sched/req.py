@@ -83,6 +83,8 @@ class Req:
     grammar: GrammarState | None = None  # after the newest token
     processor: BoundProcessor | None = None
     adapter: int = 0  # slot of its adapter on the device, 0: it has none
+    head: int = 0  # the same where that drafts with a head of its own, 0: the model's drafts
+    drafts_as: str = ""  # what acceptance of its drafts is known by: its adapter, and the head of that
     returning: bool = False  # whether what is elsewhere of its text is being brought back: it gets no row before
     looked: int = -1  # how much had been evicted when it was last looked for there
 

@@ -12,7 +12,7 @@ from pydantic import Field, RootModel
 
 from draftwing.config.adapters import AdapterCard, check_name
 from draftwing.errors import ConfigError, RequestError
-from draftwing.models.adapters.files import FILES
+from draftwing.models.adapters.files import FILES, folder_of
 from draftwing.requests.refusals import show
 from draftwing.server.endpoints import read_body, schema
 from draftwing.server.schema import AdapterName, AdapterScale, Body
@@ -47,7 +47,8 @@ def path_below(folder: str | None, asked: str) -> Path:
     root = Path(folder).expanduser().resolve()
     try:
         path = (root / asked).resolve(strict=True)
-        places = [path, *(file.resolve() for name in FILES if (file := path / name).exists())]
+        files = [folder / name for folder in (path, folder_of(path)) for name in FILES]
+        places = [path, *(file.resolve() for file in files if file.exists())]
     except (OSError, ValueError, RuntimeError):  # a link to itself, a NUL
         found = f"found none at {show(asked)}"
         raise RequestError(f"lora_path: expected a folder below --lora-dir, {found}", "lora_path") from None

@@ -25,11 +25,12 @@ from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.heads.swap import HeadSwap
 from draftwing.models.hub import resolve_model
 from draftwing.ops.table import TorchOps
+from draftwing.spec.assistant_drafter import AssistantDrafter
 from draftwing.spec.block_drafter import BlockDrafter
 from draftwing.spec.drafter import DraftContext, Drafter
 from draftwing.spec.heads_drafter import HeadsDrafter
 from draftwing.spec.lookup_drafter import NGramDrafter, SuffixDrafter
-from draftwing.spec.model_drafter import AssistantDrafter, HeadDrafter, ModelDrafter
+from draftwing.spec.model_drafter import HeadDrafter, ModelDrafter
 from draftwing.spec.mtp_drafter import MTPDrafter
 from draftwing.spec.pair_drafter import PairDrafter
 from draftwing.spec.parallel_drafter import ParallelDrafter

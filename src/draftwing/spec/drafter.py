@@ -242,6 +242,14 @@ class Drafter(ABC):
         """Drafts as `head` of `read_head` does from now on. What it kept of a text so far stays."""
         raise NotImplementedError
 
+    def beside_adapters(self, on: bool) -> None:  # noqa: B027
+        """Called before what runs the head: whether rows may have adapters with factors beside it."""
+
+    @property
+    def adaptable(self) -> FeatureHead | None:
+        """Returns the head beside which adapters may have factors of their own; None: there is none."""
+        return None
+
     def remember(self, table: RowTensors, texts: Sequence[PastText]) -> None:  # noqa: B027
         """Learns from requests before this engine, of each salt the oldest first. No row runs, and all may be used."""
 

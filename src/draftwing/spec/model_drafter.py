@@ -5,13 +5,11 @@ may take its place. For a `ModelDrafter` they differ in their `DraftHead` alone.
 the target's. After every step it runs once over the committed tokens, which rewrites its entries of the accepted path
 from the text (and the target's true features), and whose last row gives the root's continuations: the first level of
 the next tree's expansion. Some devices read these when a tree is wanted (`ops.reads_root_late`), for a step without
-drafts can do without them. `AssistantDrafter` is for models that read the target's keys and values and have none: Gemma
-4's assistants."""
+drafts can do without them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftwing.config.trees import TreeShape
-from draftwing.models.heads.assistant import AssistantHead
+from draftwing.models.adapters.heads import takes_factors
 from draftwing.models.heads.base import DraftHead, FeatureHead
 from draftwing.models.heads.swap import HeadSwap
 from draftwing.ops.attention.attend import Attend, AttnBackend
@@ -91,6 +89,7 @@ class ModelDrafter(HeadDrafter):
     """A `Drafter` around a `DraftHead`."""
 
     max_lookahead = 1  # of a head
+    _adapting = False  # whether rows of what runs next may have factors beside the head
 
     def __init__(self, head: DraftHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps) -> None:
         """rows: those of the row table, its dummy included; topk: the largest of any shape that will be asked for."""
@@ -119,7 +118,7 @@ class ModelDrafter(HeadDrafter):
         window = self.tail + topk * max(shape.depth - 1, 0)
         editor = self._editor(step)
         self._read_first(table, rows, noisy, editor)
-        expansion = self._expand(table, rows, shape)
+        expansion, beside = self._expand(table, rows, shape), self._slots(table, rows, topk)
         for level in range(1, shape.depth):
             ids = self._next_level(expansion, editor).ids
             at = expansion.level_rows()
@@ -136,7 +135,8 @@ class ModelDrafter(HeadDrafter):
                 bound=max_kv_len + window,
                 turns=self._turns(table, rows, at.positions.flatten()),
             )
-            hidden = self._run(batch, at.feature, level).view(size, topk, -1)
+            with self.head.beside(*beside):
+                hidden = self._run(batch, at.feature, level).view(size, topk, -1)
             expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy, editor), hidden)
         return expansion.draft()
 
@@ -162,12 +162,13 @@ class ModelDrafter(HeadDrafter):
             more = 0 if self.lookahead else sum(span.final for span in seen.batch.chunks)  # see `_with_sampled`
             seen = self.evened(self.ops, seen, more)
         table, batch, aux_hidden, next_ids, count, noisy = seen
-        feature = self.head.features(aux_hidden) if aux_hidden is not None else None
         if count is None:
-            self._extend_chunks(table, batch, feature, next_ids, noisy)
+            self._extend_chunks(table, batch, aux_hidden, next_ids, noisy)
             return
         batch = self._shifted(seen) if self.lookahead else self._with_newest(table, batch, next_ids)
-        newest = self._newest(self._run(batch, feature, 0), batch.rows, count, self.lookahead)
+        with self.head.beside(*self._slots_of(table, batch)):
+            hidden = self._run(batch, self._features(aux_hidden), 0)
+        newest = self._newest(hidden, batch.rows, count, self.lookahead)
         self._keep_first(table, batch.rows, newest, noisy)
 
     def catch_up(self, seen: SeenTokens, drafts: bool) -> None:
@@ -178,9 +179,8 @@ class ModelDrafter(HeadDrafter):
         assert aux_hidden is not None
         size = next_ids.shape[0]
         last = count + torch.arange(-1, size - 1, seen.width, device=count.device)  # [B] which query is the newest
-        feature = self.head.features(aux_hidden)
         rows = batch.rows if drafts else batch.rows[:0]
-        self._write(table, self._shifted(seen), feature, rows, lambda x: x.index_select(0, last), noisy)
+        self._write(table, self._shifted(seen), aux_hidden, rows, lambda x: x.index_select(0, last), noisy)
 
     def _shifted(self, seen: SeenTokens) -> Batch:
         """Returns the accepted path of each row with the token behind each query in place of its own."""
@@ -194,12 +194,13 @@ class ModelDrafter(HeadDrafter):
         return self.ops.row_numbers(table.shift, rows, len(positions) // len(rows), positions)
 
     def _write(
-        self, table: RowTensors, batch: Batch, feature: Tensor, rows: Tensor, newest: Callable[[Tensor], Tensor],
+        self, table: RowTensors, batch: Batch, aux_hidden: Tensor, rows: Tensor, newest: Callable[[Tensor], Tensor],
         noisy: Tensor,
     ) -> None:  # fmt: skip
         """Writes keys and values of all queries, and runs the head on the newest alone, whose output is all that is
         wanted. newest: of the batch's queries [M, ...] those of rows [F]; noisy: among these."""
-        with self.head.showing(batch.following):
+        with self.head.beside(*self._slots_of(table, batch)), self.head.showing(batch.following):
+            feature = self.head.features(aux_hidden)
             self.head.write(batch.ids, self._places(batch), feature, self._bind(batch))
         if not rows.shape[0]:
             return
@@ -209,7 +210,8 @@ class ModelDrafter(HeadDrafter):
             rows, newest(batch.ids), positions, newest(batch.write_slots), batch.table, positions, zero.unsqueeze(2),
             zero + 1, window=1, bound=batch.bound, turns=self._turns(table, rows, positions),
         )  # fmt: skip
-        hidden = self._run(alone, newest(feature), 0)
+        with self.head.beside(*self._slots(table, rows, 1)):
+            hidden = self._run(alone, newest(feature), 0)
         self._keep_feature(rows, hidden)
         self._keep_first(table, rows, hidden, noisy)
 
@@ -228,15 +230,15 @@ class ModelDrafter(HeadDrafter):
             self._first.feature.index_copy_(0, rows, newest)
 
     def _extend_chunks(
-        self, table: RowTensors, batch: Batch, feature: Tensor | None, next_ids: Tensor, noisy: Tensor
+        self, table: RowTensors, batch: Batch, aux_hidden: Tensor | None, next_ids: Tensor, noisy: Tensor
     ) -> None:
         if not self.lookahead:
             chunks = _with_sampled(batch, next_ids)
-            self._keep_first_of_prompts(table, chunks, self._run(chunks, feature, 0), noisy)
+            self._keep_first_of_prompts(table, chunks, self._run(chunks, self._features(aux_hidden), 0), noisy)
             return
-        assert feature is not None
+        assert aux_hidden is not None
         rows, newest = prompt_ends(batch)
-        self._write(table, batch._replace(ids=next_ids), feature, rows, newest, noisy)
+        self._write(table, batch._replace(ids=next_ids), aux_hidden, rows, newest, noisy)
 
     def _keep_first_of_prompts(self, table: RowTensors, chunks: Batch, hidden: Tensor, noisy: Tensor) -> None:
         """hidden [M, H]; the last row of each last chunk is the one that the newest token is in."""
@@ -270,6 +272,33 @@ class ModelDrafter(HeadDrafter):
 
     def _write_first(self, rows: Tensor, following: Continuations) -> None:
         self.ops.keep_first(following, rows, self._first, self.head.target_ids)
+
+    def beside_adapters(self, on: bool) -> None:
+        self._adapting = on and self.head.adapted
+
+    @property
+    def adaptable(self) -> FeatureHead | None:
+        return self.head if isinstance(self.head, FeatureHead) and takes_factors(self.head) else None
+
+    def _slots_of(self, table: RowTensors, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """Returns as `_slots`, for the queries of a batch."""
+        rows = batch.rows
+        if not self._adapting or not batch.chunks:
+            return self._slots(table, rows, len(batch.ids) // max(len(rows), 1))
+        each = [rows[span.row : span.row + 1].expand(span.length) for span in batch.chunks]
+        return self._slots(table, torch.cat(each), 1)
+
+    def _slots(self, table: RowTensors, rows: Tensor, each: int) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the slots of factors for so many queries of each row, and what `adapter_plan` makes of them; None:
+        nobody has any."""
+        if not self._adapting:
+            return None, None
+        assert table.heads is not None
+        slots = self.ops.row_numbers(table.heads, rows, each)
+        return slots, self.ops.adapter_plan(slots)
+
+    def _features(self, aux_hidden: Tensor | None) -> Tensor | None:
+        return None if aux_hidden is None else self.head.features(aux_hidden)
 
     def _run(self, batch: Batch, feature: Tensor | None, level: int) -> Tensor:
         return self.head.run(batch.ids, self._places(batch), feature, level, self._bind(batch))
@@ -336,63 +365,3 @@ def without(logits: Tensor, banned: Tensor, target_ids: Tensor | None) -> Tensor
     banned = banned[:, : logits.shape[1]] if target_ids is None else banned[:, target_ids]
     # Not minus infinity: where everything is banned the scores must still be numbers.
     return logits.float().masked_fill(banned, BANNED)
-
-
-class AssistantDrafter(ModelDrafter):
-    """A `Drafter` around an `AssistantHead`. Its row of the newest token is run with every step, nodes of trees when
-    one is wanted; all read the text alone, to which no node belongs."""
-
-    head: AssistantHead
-
-    def __init__(self, head: AssistantHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps) -> None:
-        super().__init__(head, rows, topk, dtype, ops)
-        # A node's path is one entry, the first behind the prefix. Constants, for torch makes none while a CPU records.
-        self._entry = torch.zeros(rows * topk, dtype=torch.int64, device=ops.device)
-        self._one = torch.ones_like(self._entry)
-
-    def attach(self, attn: AttnBackend, first_layer: int, positions: int) -> None:
-        super().attach(attn, 0, positions)  # the target's layers
-
-    def extend(self, seen: SeenTokens) -> None:
-        table, batch, aux_hidden, next_ids, count, noisy = seen
-        assert aux_hidden is not None
-        if count is None:
-            rows, newest = prompt_ends(batch)
-            if not len(rows):
-                return
-        else:  # [M, n] -> [B, n]: of the query before each row's newest token
-            rows = batch.rows
-            newest = partial(self.ops.newest_rows, count=count, lookahead=1, rows=rows, kept=None)
-        ids = newest(next_ids.unsqueeze(1)).flatten()
-        hidden = self._run(self._reading(table, rows, ids, batch.bound), newest(aux_hidden), 0)
-        self.ops.put_rows(self._first.feature, rows, hidden)
-        self._keep_first(table, rows, hidden, noisy)
-
-    def catch_up(self, seen: SeenTokens, drafts: bool) -> None:
-        if drafts or seen.count is None:
-            self.extend(seen)
-
-    def propose(self, step: DraftStep) -> Draft:
-        table, rows, shape, max_kv_len, noisy, _ = step
-        size, topk = rows.shape[0], shape.topk
-        editor = self._editor(step)
-        self._read_first(table, rows, noisy, editor)
-        expansion, batch = self._expand(table, rows, shape), None
-        for level in range(1, shape.depth):
-            ids = self._next_level(expansion, editor).ids.flatten()
-            batch = self._reading(table, rows, ids, max_kv_len) if batch is None else batch._replace(ids=ids)
-            hidden = self._run(batch, expansion.level_feature(), level).view(size, topk, -1)
-            expansion.add(self._continuations(table, rows, hidden, level + 1, topk, noisy, editor), hidden)
-        return expansion.draft()
-
-    def _reading(self, table: RowTensors, rows: Tensor, ids: Tensor, bound: int) -> Batch:
-        """Returns tokens ids [B * K] of rows [B], each at the position of its row's newest token, reading all keys
-        before it: those up to the one before that, and a path of one entry."""
-        count, (size,) = ids.shape[0], rows.shape
-        kv_len = self.ops.take_rows(table.kv_len, rows)
-        before = self.ops.noise_key(table, rows, -1).position  # kv_len - 1, by the call that there is
-        return Batch(
-            rows, ids, positions=self.ops.repeat_rows(kv_len, count // size), write_slots=ids,  # nothing is written
-            table=table.page_table, prefix_len=before, path=self._entry[:count].view(size, -1, 1),
-            path_len=self._one[:count].view(size, -1), window=1, bound=bound,
-        )  # fmt: skip

@@ -111,6 +111,13 @@ class PairDrafter(Drafter):
     def take_head(self, head: FeatureHead) -> None:
         self.model.take_head(head)
 
+    def beside_adapters(self, on: bool) -> None:
+        self.model.beside_adapters(on)
+
+    @property
+    def adaptable(self) -> FeatureHead | None:
+        return self.model.adaptable
+
     def remember(self, table: RowTensors, texts: Sequence[PastText]) -> None:
         self.lookup.remember(table, texts)
 

@@ -30,6 +30,7 @@ from draftwing.files import replace_file
 from draftwing.models.decoder import use_between
 from draftwing.models.heads.block import BlockHead
 from draftwing.train.blocks import BlockObjective
+from draftwing.train.factors import HeadFactors
 from draftwing.train.fit_config import AnyLoss, FitConfig
 from draftwing.train.heads import AnyHead, TargetHead
 from draftwing.train.kernels import kernels_take
@@ -129,7 +130,9 @@ class Fit:
         self.head, self.config, self.out = head, config, out
         self.source, self.eval_source = source, eval_source
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.params = [param for param in head.parameters() if param.requires_grad]
+        self.factors = HeadFactors(head, config.head_rank, config.seed) if config.head_rank else None
+        self.trained: AnyHead | HeadFactors = head if self.factors is None else self.factors
+        self.params = [param for param in self.trained.parameters() if param.requires_grad]
         _check(head, self.params, source, eval_source)
         self.device = self.params[0].device
         half = config.precision == "bfloat16" or (config.precision == "auto" and trains_in_half(self.device))
@@ -141,7 +144,7 @@ class Fit:
         self.eval_lengths = usable_lengths(eval_source, config.max_length)
         self.total = _BY_CLOCK if config.minutes else config.steps or self._steps_of_epochs()
         self.objective = make_objective(head, target_head_fn, config.loss, config.max_length)
-        self.optimizer = HeadOptimizer(head, config.optimizer)
+        self.optimizer = HeadOptimizer(self.trained, config.optimizer)
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self.window = self._no_stats()  # what was counted since the last row
         self.window_tokens, self.window_seconds = 0, 0.0
@@ -257,8 +260,12 @@ class Fit:
             self.window += stats
         self.window_tokens += tokens
         self.tokens += tokens
+        if self.factors is not None:
+            self.factors.take_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self.params, config.clip)
         self.optimizer.step(config.learning_rate(self.step, self.total, self.head.width))
+        if self.factors is not None:
+            self.factors.write()
         return norm
 
     def _generator(self, turn: int) -> torch.Generator:
@@ -336,7 +343,7 @@ class Fit:
             "identity": self._identity(),
             "step": self.step,
             "total": self.total,
-            "head": self.head.state_dict(),
+            "head": self.trained.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "history": [dict(row) for row in self.progress.history],
             "window": window.cpu(),
@@ -373,7 +380,9 @@ class Fit:
                 f"{self.out} holds a run that cannot go on as this one: {shown}. To train from the start, remove its "
                 f"{STATE_FILE}"
             )
-        self.head.load_state_dict(state["head"])
+        self.trained.load_state_dict(state["head"])
+        if self.factors is not None:
+            self.factors.write()
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.total = state["step"], state["total"]
         if self.rank == 0:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from draftwing.config.drafters import training
+from draftwing.train.factors import RATE
 from draftwing.train.losses import BlockLoss
 from draftwing.train.optimizer import OptimizerName
 from draftwing.train.ttt import Loss
@@ -24,6 +25,7 @@ class FitConfig:
     accumulate: forward passes per step and process.  max_length: tokens of a sequence, beyond which it is cut.
     optimizer: see `HeadOptimizer`.  lr: the highest learning rate, 0: the loss's own.
     warmup: share of the steps in which it rises.
+    head_rank: of factors that are trained beside a head, 0: the head itself is.
     clip: largest norm of a gradient.
     precision: bfloat16 computes products in it; "auto" does where it is native.  Parameters are float32 in any case.
     """
@@ -38,6 +40,7 @@ class FitConfig:
     optimizer: OptimizerName = "adamw"
     lr: float = 0.0
     warmup: float = 0.02
+    head_rank: int = 0
     clip: float = 0.5
     seed: int = 0
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -47,7 +50,7 @@ class FitConfig:
 
     def learning_rate(self, step: int, total: int, hidden: int) -> float:
         """Returns the rate of step 0, 1, ..: up in a line, then down in half a cosine."""
-        highest, rise = self.lr or self.loss.rate(hidden), self.warmup * total
+        highest, rise = self.lr or self.loss.rate(hidden) * (RATE if self.head_rank else 1), self.warmup * total
         if step < rise:
             return highest * (step + 1) / (rise + 1)
         done = (step - rise) / max(1.0, total - rise)

@@ -98,6 +98,10 @@ class Settings:
     init_head: tuple[str, ...] = option(
         (), FIT, "head to start from, in place of a fresh one; the mean of several that came from one head"
     )
+    head_rank: int = option(
+        0, FIT, "rank of factors that are trained for the rows of --adapter beside --init-head, which drafts for all "
+        "others and stays as it is; 0: a whole head", minimum=0, maximum=256, common=True,
+    )  # fmt: skip
     draft_vocab_size: int | None = option(
         None, FIT, "tokens that heads of several depths may draft (default: EAGLE3 a quarter of the vocabulary, at "
         "most 32000; heads that draft blocks all, with the target's lm_head)", minimum=64,
@@ -131,7 +135,10 @@ class Settings:
     optimizer: str = option(
         "adamw", FIT, "muon: Muon for the matrices of the layer, AdamW for the rest", choices=("adamw", "muon")
     )
-    lr: float = option(0.0, FIT, "highest learning rate (default: 0.4 / hidden size; of blocks 6e-4)", minimum=0)
+    lr: float = option(
+        0.0, FIT, "highest learning rate (default: 0.4 / hidden size; ten times that of factors; of blocks 6e-4)",
+        minimum=0,
+    )  # fmt: skip
     warmup: float = option(0.02, FIT, "share of the steps in which the learning rate rises", minimum=0, maximum=1)
     batch_tokens: int = option(8192, FIT, "tokens of one forward", minimum=1)
     accumulate: int = option(1, FIT, "forward passes per step and GPU", minimum=1)
@@ -254,6 +261,10 @@ _RULES: tuple[_Rule, ...] = (
     _only(("ttt_steps", "text_share"), TRAINED.keys() - _BLOCKS),
     _only(_OF_DSPARK, {"DSPARK"}),
     _only(_OF_PAIRS, {"DSPARK", "DFLASH2"}),
+    _only(("head_rank",), TRAINED.keys() - _BLOCKS),
+    (lambda s: s.head_rank and (s.adapter is None or len(s.init_head) != 1),
+     "--head-rank: expected --adapter, whose rows the factors are for, and one --init-head, beside which they are"),
+    (lambda s: s.head_rank and not s.trains, "--head-rank: expected some training, found --epochs 0"),
     _only(("ffn_size",), TRAINED.keys() - {"MTP"}, ", a layer of the target's own shape"),
     (lambda s: s.init_head and s.given(*_OF_FRESH),
      "{found}: for fresh heads; one of --init-head is as it was made, so leave this out"),
@@ -268,7 +279,7 @@ _RULES: tuple[_Rule, ...] = (
 # What a run keeps for good: of a head that is trained, what may change is the saved state's matter.
 _FIXED = (
     "seed", "regenerate", "max_length", "max_tokens", "answers", "greedy_share", "temperatures", "algorithm", "data",
-    "held_out", "init_head", "traffic", "general_share", "adapter",
+    "held_out", "init_head", "traffic", "general_share", "adapter", "head_rank",
 )  # fmt: skip
 TRAFFIC_FILE = "traffic.json"  # of a run from traffic: up to when, and which head was to be served when it began
 # Engine options that say which model it is; the others may differ from run to run.

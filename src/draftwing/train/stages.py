@@ -25,6 +25,7 @@ from draftwing.engine.devices import pick_device
 from draftwing.engine.startup.models import pick_dtype
 from draftwing.errors import ConfigError
 from draftwing.files import write_json
+from draftwing.models.adapters.files import HEAD
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.hub import model_tokenizer, resolve_model
@@ -257,13 +258,18 @@ class Stages:
         head = self._head(target, tokens)
         target_head = heads.TargetHead(target)
         train, watch = self._split(source, tokens, target_head)
-        report = Fit(head, target_head, train, watch, self._fit_config(), out / "fit").run()
+        fit = Fit(head, target_head, train, watch, self._fit_config(), out / "fit")
+        report = fit.run()
         if not self.rank:
             self._save(head, report)
+            if fit.factors is not None:
+                folder, base = out / HEAD, settings.init_head[0]
+                fit.factors.save(folder, self._stored, base, {"draftwing": {"algorithm": settings.algorithm}})
+                logger.info("the adapter's own head is in %s: it belongs into the adapter's folder", folder)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
             torch.distributed.destroy_process_group()
-        del head, target, source, train, watch
+        del head, target, source, train, watch, fit
         self._trim()
 
     def evaluate(self) -> list[dict[str, Any]]:
@@ -404,9 +410,13 @@ class Stages:
         write_json(self.run.out / "fit.json", {**dataclasses.asdict(report), "used": self.used})
         logger.info("the head is in %s", folder)
 
+    @property
+    def _stored(self) -> torch.dtype:
+        """Returns the type that what was trained is written in."""
+        return torch.float32 if self.engine_options.dtype == "float32" else torch.bfloat16
+
     def _write(self, head: heads.AnyHead, folder: Path) -> Path:
-        dtype = torch.float32 if self.engine_options.dtype == "float32" else torch.bfloat16
-        return save_head(head, folder, dtype, self.settings.max_file_mb * 1_000_000, self._extra())
+        return save_head(head, folder, self._stored, self.settings.max_file_mb * 1_000_000, self._extra())
 
     def _extra(self) -> dict[str, Any]:
         """Returns keys of the config that say nothing of how a head computes."""

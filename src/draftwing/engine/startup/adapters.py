@@ -10,8 +10,11 @@ from draftwing.config.adapters import DEFAULT_RANK, AdapterCard
 from draftwing.config.options import Options
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.adapters.adapter import Adapter, AdapterSlots
+from draftwing.models.adapters.files import folder_of
+from draftwing.models.adapters.heads import HeadSlots
 from draftwing.models.adapters.read import read_adapter, stored_kinds, stored_rank
 from draftwing.models.decoder import DecoderModel
+from draftwing.spec.drafter import Drafter
 
 log = logging.getLogger("draftwing")
 
@@ -22,10 +25,14 @@ def with_rank(options: Options) -> Options:
         return options
     if options.enable_torch_compile:
         raise ConfigError("--enable-torch-compile and adapters (--lora-modules, --lora-dir) exclude each other")
-    if options.max_lora_rank is not None:
-        return options
-    ranks = [stored_rank(path) for _, path in options.adapters]
-    return replace(options, max_lora_rank=max(DEFAULT_RANK, *ranks, 0))
+    rank, of_heads = options.max_lora_rank, options.max_lora_head_rank
+    if rank is None:
+        rank = max((stored_rank(path) for _, path in options.adapters), default=0)
+        options = replace(options, max_lora_rank=max(DEFAULT_RANK, rank))
+    if of_heads is None:
+        own = [folder for _, path in options.adapters if (folder := folder_of(path)).is_dir()]
+        options = replace(options, max_lora_head_rank=max(map(stored_rank, own), default=0))
+    return options
 
 
 def adapted_kinds(options: Options) -> set[str]:
@@ -45,8 +52,37 @@ def adapter_slots(options: Options, model: DecoderModel) -> AdapterSlots | None:
     return slots
 
 
-def checked_adapter(name: str, path: Path, slots: AdapterSlots, options: Options) -> tuple[AdapterCard, Adapter]:
-    """Returns an adapter that slots take. Raises CheckpointError."""
+def head_slots(options: Options, drafter: Drafter | None) -> HeadSlots | None:
+    """Returns slots for heads of adapters' own, where options `with_rank` ask for some and what drafts has a head that
+    takes them."""
+    head = None if drafter is None else drafter.adaptable
+    if not options.serves_adapters or not options.max_lora_head_rank or head is None:
+        return None
+    slots = HeadSlots(head, options.max_loras, options.max_lora_head_rank)
+    if head.target.ranks.rank == 0:
+        log.info("adapters' own draft heads: slots of rank %d, %.2f GB", options.max_lora_head_rank, slots.nbytes / 1e9)
+    return slots
+
+
+def own_head(name: str, path: Path, slots: HeadSlots | None) -> Adapter | None:
+    """Returns the draft head that lies beside an adapter; None where there is none, or none is served. Raises
+    CheckpointError."""
+    folder = folder_of(path)
+    if not folder.exists():
+        return None
+    if slots is None:
+        log.warning(
+            "the draft head of the adapter %r is not used: expected a drafter with a head of the model's own kinds "
+            "(EAGLE, EAGLE3, one prediction layer), and --max-lora-head-rank of its rank", name,
+        )  # fmt: skip
+        return None
+    return slots.read(folder)
+
+
+def checked_adapter(
+    name: str, path: Path, slots: AdapterSlots, heads: HeadSlots | None, options: Options
+) -> tuple[AdapterCard, Adapter]:
+    """Returns an adapter that slots take. heads: slots of draft heads. Raises CheckpointError."""
     most = options.max_lora_rank
     assert most is not None
     adapter = read_adapter(path, slots.targets.config, slots.targets.most_bytes(most))
@@ -55,7 +91,7 @@ def checked_adapter(name: str, path: Path, slots: AdapterSlots, options: Options
             f"{path}: the adapter's rank is {adapter.rank}; slots have room for {most}: start with --max-lora-rank "
             f"{adapter.rank}"
         )
-    adapter = slots.targets.fit(adapter)
+    adapter = replace(slots.targets.fit(adapter), head=own_head(name, path, heads))
     if adapter.base and Path(adapter.base).name.lower() not in {Path(one).name.lower() for one in options.model_names}:
         log.info("the adapter %r was trained on %r; it fits the model that is served", name, adapter.base[:200])
     return AdapterCard(name, str(path), adapter.digest, adapter.rank, adapter.base), adapter

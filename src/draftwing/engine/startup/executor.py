@@ -19,7 +19,7 @@ from draftwing.engine.devices.base import Device
 from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
 from draftwing.engine.executor import Executor
 from draftwing.engine.row_table import RowTable
-from draftwing.engine.startup.adapters import adapter_slots
+from draftwing.engine.startup.adapters import adapter_slots, head_slots
 from draftwing.engine.startup.memory import PoolSize, Rig, deferral_of, hidden_bytes, row_length, rows_of, size_pool
 from draftwing.engine.startup.models import Precision
 from draftwing.errors import ConfigError
@@ -101,7 +101,7 @@ def make_executor(
     all make theirs at the same time. Raises ConfigError where there is no room."""
     rows, chunk = options.max_running_requests, options.chunked_prefill_size
     assert rows and chunk, "they have a value on every device"
-    adapters = adapter_slots(options, model)  # before memory is counted
+    adapters, heads = adapter_slots(options, model), head_slots(options, drafter)  # before memory is counted
     rig = Rig(model, drafter, menu, precision.kv_dtype, device)
     if delta_specs(rig.draft_layers):
         raise ConfigError("a draft model cannot have recurrent layers: expected attention alone")
@@ -126,7 +126,7 @@ def make_executor(
         max(chunk, 0), deferral_of(options, rig), options.enable_mixed_chunk,
     )  # fmt: skip
     if adapters is not None:
-        executor.take_adapters(adapters)
+        executor.take_adapters(adapters, heads)
     if options.enable_torch_compile:
         most = options.torch_compile_max_bs * rig.nodes
         compile_forwards(model, getattr(drafter, "head", None), most, device.ops)

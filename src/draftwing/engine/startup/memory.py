@@ -339,7 +339,7 @@ def graph_counts(
     sizes = Sizes.of(tokens, length, graph_size if mixed else 0)
     prompts = 0 if executor.model.needs_chunks else sizes.planned(keys)
     others = 3 if executor.ops.draws_by_row else 2  # of `commit` there is one that filters
-    return (len(keys) + prompts) * (1 + adapted), others * len(keys)
+    return (len(keys) + prompts) * (1 + adapted), others * len(keys) * (1 + (executor.head_slots is not None))
 
 
 def peak(executor: Executor, plan: Plan) -> int:

@@ -64,6 +64,12 @@ class Adapter:
     digest: str
     base: str = ""
     image: Sequence[Tensor] = field(default=(), compare=False, repr=False)  # as `AdapterSlots.imaged` makes it
+    head: Adapter | None = field(default=None, compare=False, repr=False)  # of the draft head, for its rows
+
+    @property
+    def head_digest(self) -> str:
+        """Returns that of the draft head, "": there is none."""
+        return "" if self.head is None else self.head.digest
 
     @property
     def rank(self) -> int:
@@ -116,11 +122,63 @@ class Target(NamedTuple):
         return Factors(down, up, scale * part.times)
 
 
-class AdapterTargets:
+class Targets:
+    """The matrices that factors may be added to, by their names in checkpoints. what: these are of, for messages."""
+
+    what = "model"
+
+    def __init__(self) -> None:
+        self.ends: dict[str, list[int]] = {}  # of slices, by `Linear`
+        self.groups: dict[str, int] = {}  # of as many slices
+        self.targets: dict[str, Target] = {}
+
+    def _add(self, name: str, part: ParamSlice, inputs: int) -> None:
+        """Has a matrix that lies behind those that were added before, in a `Linear` of so many inputs."""
+        ends = self.ends.setdefault(part.param, [])
+        self.groups.setdefault(part.param, 1)
+        assert part.start == (ends[-1] if ends else 0), "matrices lie one behind the other"
+        ends.append(part.start + part.size)
+        sizes = [part.size, inputs]
+        if part.order is not None:
+            sizes[part.order.axis] = part.order.whole
+        elif part.cut is not None:
+            sizes[part.cut.axis] = part.cut.share.whole
+        self.targets[name] = Target(part.param, len(ends) - 1, part, *sizes)
+
+    def check(self, adapter: Adapter) -> None:
+        """Raises CheckpointError for an adapter of other matrices."""
+        for name, (down, up, _) in adapter.factors.items():
+            target = self.targets.get(name)
+            if target is None:
+                raise CheckpointError(self._why_not(name, adapter))
+            found = [len(up), down.shape[1]]
+            if found != [target.outputs, target.inputs]:
+                base = f", which is {adapter.base!r}" if adapter.base else ""
+                raise CheckpointError(
+                    f"{name}: the adapter is of a matrix {found}, the {self.what}'s is "
+                    f"{[target.outputs, target.inputs]}: expected an adapter of this {self.what}; found one of "
+                    f"another{base}"
+                )
+
+    def most_bytes(self, rank: int) -> int:
+        """Returns bytes that no file of an adapter of this rank has more of, names and float64 included."""
+        values = sum(target.outputs + target.inputs for target in self.targets.values())
+        return 8 * max(rank, MAX_RANK) * values + 1024 * len(self.targets) + (1 << 20)
+
+    def _why_not(self, name: str, adapter: Adapter) -> str:
+        base = f" (base_model_name_or_path is {adapter.base!r})" if adapter.base else ""
+        return (
+            f"{name}: the {self.what} has no such matrix: expected an adapter of this {self.what}; found one of "
+            f"another{base}"
+        )
+
+
+class AdapterTargets(Targets):
     """The matrices of a model that adapters may change, by their names in its checkpoints."""
 
     def __init__(self, model: DecoderModel, wide: Collection[str] = ()) -> None:
         """wide: which of `WIDE` may have adapters, too."""
+        super().__init__()
         config, ranks = replace(model.config, weight_format=DENSE, vocab_format=DENSE, quantization=None), model.ranks
         hybrid = next((one.mixer for one in config.layers if isinstance(one.mixer, HybridConfig)), None)
         self._net = hybrid.net if hybrid is not None and hybrid.net.in_parts else None
@@ -134,32 +192,21 @@ class AdapterTargets:
             if part.param in merged:
                 into, first = merged[part.param]
                 own[name] = part._replace(param=into, start=first + part.start)
-        self.ends: dict[str, list[int]] = {}  # of slices, by `Linear`
-        self.groups = {name: _groups(linear) for name, linear in linears.items()}  # of as many slices
-        self.targets: dict[str, Target] = {}
+        self.groups = {name: _groups(linear) for name, linear in linears.items()}
         for name, part in sorted(own.items(), key=lambda one: one[1].start):
             if part.param not in linears:
                 continue
-            ends, inputs = self.ends.setdefault(part.param, []), linears[part.param].in_features
-            if isinstance(linears[part.param], HeadLinear):
-                self._add_heads(name, part, ends, inputs)
-                continue
-            assert part.start == (ends[-1] if ends else 0), "matrices lie one behind the other"
-            ends.append(part.start + part.size)
-            sizes = [part.size, inputs]
-            if part.order is not None:
-                sizes[part.order.axis] = part.order.whole
-            elif part.cut is not None:
-                sizes[part.cut.axis] = part.cut.share.whole
-            self.targets[name] = Target(part.param, len(ends) - 1, part, *sizes)
+            add = self._add_heads if isinstance(linears[part.param], HeadLinear) else self._add
+            add(name, part, linears[part.param].in_features)
         if ranks.expert_parallel and EXPERTS in wide:  # those of other ranks, each of one matrix
             for name, part in every.items():
                 if name in own:
                     continue
                 self.targets[name] = Target(part.param, -1, part, part.size, linears[part.param].in_features)
 
-    def _add_heads(self, name: str, part: ParamSlice, ends: list[int], inputs: int) -> None:
+    def _add_heads(self, name: str, part: ParamSlice, inputs: int) -> None:
         """Has a matrix for each head of all ranks."""
+        ends = self.ends.setdefault(part.param, [])
         heads, one = self.groups[part.param], part._replace(cut=None, order=None)
         each = part.size // heads
         start, _, whole = (0, 0, part.size) if part.cut is None else part.cut.share
@@ -181,7 +228,7 @@ class AdapterTargets:
                     raise CheckpointError(f"{name}: expected one pair of factors for each matrix, found two")
                 factors[name] = own
         fitted = replace(adapter, factors=factors)
-        self._check(fitted)
+        self.check(fitted)
         return fitted
 
     def _apart(self, module: str, factors: Factors) -> Iterator[tuple[str, Factors]]:
@@ -203,24 +250,6 @@ class AdapterTargets:
             else:
                 yield from of_state_space(self._net, own, part)
 
-    def _check(self, adapter: Adapter) -> None:
-        for name, (down, up, _) in adapter.factors.items():
-            target = self.targets.get(name)
-            if target is None:
-                raise CheckpointError(self._why_not(name, adapter))
-            found = [len(up), down.shape[1]]
-            if found != [target.outputs, target.inputs]:
-                base = f", which is {adapter.base!r}" if adapter.base else ""
-                raise CheckpointError(
-                    f"{name}: the adapter is of a matrix {found}, the model's is {[target.outputs, target.inputs]}: "
-                    f"expected an adapter of this model; found one of another{base}"
-                )
-
-    def most_bytes(self, rank: int) -> int:
-        """Returns bytes that no file of an adapter of this rank has more of, names and float64 included."""
-        values = sum(target.outputs + target.inputs for target in self.targets.values())
-        return 8 * max(rank, MAX_RANK) * values + 1024 * len(self.targets) + (1 << 20)
-
     def _why_not(self, name: str, adapter: Adapter) -> str:
         kind = kind_of(name)
         if kind is not None and kind not in self._wide and (name in self._every or name.rpartition(".")[2].isdigit()):
@@ -238,8 +267,7 @@ class AdapterTargets:
                 f"{name}: adapters of embeddings, heads and routers are not served; expected target_modules among "
                 f"{listed(self.kinds)}"
             )
-        base = f" (base_model_name_or_path is {adapter.base!r})" if adapter.base else ""
-        return f"{name}: the model has no such matrix: expected an adapter of this model; found one of another{base}"
+        return super()._why_not(name, adapter)
 
     @property
     def kinds(self) -> list[str]:
@@ -262,30 +290,20 @@ def _matrices(config: ModelConfig, ranks: Ranks) -> dict[str, ParamSlice]:
     }
 
 
-class AdapterSlots:
-    """The adapters that a model has at hand on one rank, by slot, from 1 on."""
+class Slots:
+    """Factors on one rank, by slot, from 1 on, beside the matrices of `targets`."""
 
     def __init__(
-        self, model: DecoderModel, count: int, rank: int, deterministic: bool = False, wide: Collection[str] = ()
+        self, targets: Targets, linears: Mapping[str, Linear], count: int, rank: int, model: DecoderModel, ops: LayerOps
     ) -> None:
-        """model: packed; from now on its products are with adapters.  rank: the most of any adapter.  wide: as
-        `AdapterTargets` has it."""
-        self.targets = AdapterTargets(model, wide)
-        linears, self._dtype = model.adaptable(wide), model.dtype
-        self.weights = {
-            name: self._empty(name, count, rank, linears[name], ends, model) for name, ends in self.targets.ends.items()
-        }
-        self.layout, self._ranks = SlotLayout(self.weights, self.targets.groups), model.ranks
-        self.spare = SpareMemory(self.layout.sizes)
-        model.take_adapters(self.weights, deterministic)
+        """linears: packed, by name.  rank: the most of any adapter.  model: whose type activations are of."""
+        self.targets, self._dtype, self._device = targets, model.dtype, model.norm.weight.device
+        self.weights = {name: self._empty(linears[name], ends, count, rank, ops) for name, ends in targets.ends.items()}
 
-    def _empty(
-        self, name: str, count: int, rank: int, linear: Linear, ends: list[int], model: DecoderModel
-    ) -> AdapterWeights:
-        groups = self.targets.groups[name]
-        own = ends[: len(ends) // groups]
-        device, small = model.norm.weight.device, bool(linear.op.sizes)
-        return model.ops.empty_adapters(count * groups, rank, linear.in_features, own, self._dtype, device, small)
+    def _empty(self, linear: Linear, ends: list[int], count: int, rank: int, ops: LayerOps) -> AdapterWeights:
+        groups = _groups(linear)
+        own, small = ends[: len(ends) // groups], bool(linear.op.sizes)
+        return ops.empty_adapters(count * groups, rank, linear.in_features, own, self._dtype, self._device, small)
 
     @property
     def nbytes(self) -> int:
@@ -300,18 +318,34 @@ class AdapterSlots:
                 slots = weights.ranks.new_zeros(rows)
                 ops.adapt(y, x, weights, slots, ops.adapter_plan(slots))
 
-    def put(self, slot: int, adapter: Adapter) -> None:
-        """Fills a slot, which nothing that runs has. adapter: that was checked, of a rank that slots have room for."""
+    def put(self, slot: int, adapter: Adapter | None) -> None:
+        """Fills a slot. adapter: that was checked, of a rank that slots have room for; None: one that adds nothing."""
         groups = self.targets.groups
         for name, weights in self.weights.items():
             weights.clear((slot - 1) * groups[name] + 1, groups[name])
-        for name, factors in adapter.factors.items():
+        for name, factors in () if adapter is None else adapter.factors.items():
             target = self.targets.targets[name]
             if target.slice < 0:
                 continue
             weights = self.weights[target.linear]
             group, place = divmod(target.slice, len(weights.bounds) - 1)
             weights.set((slot - 1) * groups[target.linear] + group + 1, place, *target.of(factors))
+
+
+class AdapterSlots(Slots):
+    """The adapters that a model has at hand on one rank."""
+
+    targets: AdapterTargets
+
+    def __init__(
+        self, model: DecoderModel, count: int, rank: int, deterministic: bool = False, wide: Collection[str] = ()
+    ) -> None:
+        """model: packed; from now on its products are with adapters.  rank: the most of any adapter.  wide: as
+        `AdapterTargets` has it."""
+        super().__init__(AdapterTargets(model, wide), model.adaptable(wide), count, rank, model, model.ops)
+        self.layout, self._ranks = SlotLayout(self.weights, self.targets.groups), model.ranks
+        self.spare = SpareMemory(self.layout.sizes)
+        model.take_adapters(self.weights, deterministic)
 
     def imaged(self, adapter: Adapter, memory: Callable[[int], Tensor]) -> Adapter:
         """Returns the adapter with an image of a slot that has it, in memory of the host, which is asked for by bytes.

@@ -12,8 +12,14 @@ from draftwing.errors import CheckpointError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)
+HEAD = "draft_head"  # folder of an adapter's own head
 MOST_CONFIG = 1 << 20  # bytes
 PART: Final = 4 << 20  # bytes of a file that are read at once, and have a digest of their own
+
+
+def folder_of(adapter: Path) -> Path:
+    """Returns where an adapter's own draft head lies, if it has one."""
+    return adapter.with_suffix(f".{HEAD}") if adapter.suffix == ".gguf" else adapter / HEAD
 
 
 def read_file(path: Path, most: int) -> bytes:

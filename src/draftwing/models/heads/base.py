@@ -9,14 +9,15 @@ lm_head as it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import SlotSpec
+from draftwing.layers.adapters import AdaptedWeight
 from draftwing.layers.attention import Attention
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.embedding import Embedding
@@ -28,6 +29,7 @@ from draftwing.layers.rope import Rope
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel, pack_layers
 from draftwing.models.weight_map import named, stored_tensors
+from draftwing.ops.adapters.spec import AdapterWeights, QueryAdapters
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import ImageRows
 from draftwing.ops.gemm.contract import HeadTopK
@@ -56,7 +58,8 @@ class DraftHead:
     target_ids [Vd]: the target's id of each of the head's tokens, None where they are the same.
     top_k: `logits` and the best of them in one call, None where there is none.  in_axes: whether its rotary embedding
     takes positions in three axes.
-    forward_name: the method that runs the network, which --enable-torch-compile compiles."""
+    forward_name: the method that runs the network, which --enable-torch-compile compiles.
+    adapted: whether factors of adapters may add to its products."""
 
     lookahead: int = 0
     aux_layers: tuple[int, ...] = ()
@@ -67,10 +70,16 @@ class DraftHead:
     top_k: HeadTopK | None = None
     in_axes: bool = False
     forward_name: str = "run"
+    adapted: bool = False
 
     def set_max_positions(self, positions: int) -> None:
         """Makes the rotary table; every position of a later `run` must be below `positions`."""
         raise NotImplementedError
+
+    def beside(self, slots: Tensor | None, plan: Tensor | None = None) -> AbstractContextManager[None]:
+        """Has what runs inside be of queries whose adapters have these slots, as `QueryAdapters.of`."""
+        assert slots is None, "there are no factors for it"
+        return nullcontext()
 
     def features(self, aux_hidden: Tensor) -> Tensor:
         """aux_hidden [M, len(aux_layers) * hidden of the target] -> [M, width]: what rows made by the target are fed.
@@ -132,6 +141,7 @@ class FeatureHead(DraftHead, nn.Module):
         self.head_rows: Linear | None = None  # of the target's head, which `restrict` took
         self.quantized_lm_head: Linear | None = None  # a copy of what `output_layer` has, for few rows
         self.ops = PLAIN
+        self._queries = QueryAdapters()
         self._shown: ImageRows | None = None
 
     @contextmanager
@@ -168,6 +178,20 @@ class FeatureHead(DraftHead, nn.Module):
                     "--speculative-draft-window-size: expected draft layers with plain attention, found "
                     f"{type(mixer).__name__}"
                 )
+
+    def take_adapters(self, weights: Mapping[str, AdapterWeights]) -> None:
+        """Lets factors add to products from now on, inside `beside`. weights: of `Linear`s by name. After `pack`."""
+        self.adapted = True
+        for name, own in weights.items():
+            linear = self.get_submodule(name)
+            assert isinstance(linear, Linear)
+            linear.adapted = AdaptedWeight(self._queries, own, self.ops, linear.op.sums_over, False)
+        for part in self.modules():
+            if isinstance(part, DecoderLayer):
+                part.take_adapters(self._queries)
+
+    def beside(self, slots: Tensor | None, plan: Tensor | None = None) -> AbstractContextManager[None]:
+        return self._queries.of(slots, plan)
 
     def restrict(self, ids: Tensor) -> None:
         """Drafts only the tokens `ids` [n] int64 from now on (FR-Spec, Zhao et al. 2025, arXiv 2502.14856).

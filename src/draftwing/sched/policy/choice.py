@@ -245,8 +245,8 @@ def _kv_tokens(reqs: Iterable[Req]) -> int:
 
 
 def _adapters(reqs: Sequence[Req]) -> Sequence[str]:
-    """Returns the digests of their adapters; nothing where none has one."""
-    return [req.request.adapter_digest for req in reqs] if any(req.adapter for req in reqs) else ()
+    """Returns what is known of their drafts by: adapters, with heads of their own; nothing where none has one."""
+    return [req.drafts_as or req.request.adapter_digest for req in reqs] if any(req.adapter for req in reqs) else ()
 
 
 def _tells_nothing(req: Req) -> bool:

@@ -41,8 +41,8 @@ class StepContext(NamedTuple):
     backlog_passes: passes of the drafter over what it has not seen of these rows, before it can draft.
     backlog_positions: in all of these passes but one; of a step that has ended, 0 where they are too few to show what
     one takes.  remaining_steps: steps that drafts go on for once the backlog is seen; what is seen of a text stays so.
-    beside: what shares its forward.  adapters: of each row the digest of its adapter, "" where it has none; empty: no
-    row has any.
+    beside: what shares its forward.  adapters: of each row what drafts with its adapter, and its head, are known by, ""
+    where it has none; empty: no row has any.
     """
 
     confidences: Sequence[int]

@@ -1,0 +1,398 @@
+"""Adapters with a draft head of their own: factors beside the model's head, for the rows of the adapter alone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from engine_rig import BLOCKS, adapters_for, tiny_model
+from reference.draft_cases import load_head
+from reference.exact_heads import MAKERS, disturbed
+from reference.learnable import ENGINE
+from safetensors.torch import load_file, save_file
+from thread_ranks import shares_of
+from tiny_adapters import merged, write_adapter
+from tiny_checkpoint import VOCAB, write_tokenizer
+
+from draftwing import LLM
+from draftwing.config.trees import TreeShape
+from draftwing.engine.graphs import RecordedStages
+from draftwing.errors import CheckpointError
+from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.models.adapters.adapter import Adapter, Factors
+from draftwing.models.adapters.heads import HeadTargets
+from draftwing.models.heads import base
+from draftwing.models.heads.eagle import Eagle3Head
+from draftwing.models.loader import fill_parameters, load_model
+from draftwing.ops import make_ops
+from draftwing.sched.own_heads import OwnHeads
+from draftwing.sched.policy.shape_policy import FixedShape
+from draftwing.spec.build import make_model_drafter
+from draftwing.train.heads import new_eagle3_head
+
+NAMES = [None, "own", "plain", "own", None, "own"]
+SHAPE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+Counts = list[tuple[int, int]]  # of each request: drafts that were right, and steps
+
+
+class Bench(NamedTuple):
+    """own, plain: adapters, the first with a draft head of its own. worse: a head that its factors make right."""
+
+    target: Path
+    drafts: dict[str, Any]
+    own: Path
+    plain: Path
+    worse: dict[str, Any]
+    prompts: list[list[int]]
+
+
+def matrices(checkpoint: Path, kind: str) -> dict[str, tuple[int, int]]:
+    """The matrices of a head that factors may be beside, by name."""
+    found = {}
+    for name, value in load_file(checkpoint / "model.safetensors").items():
+        beside = "mtp_layers" in name if kind == "NEXTN" else not name.startswith(("lm_head", "embed_tokens"))
+        if value.dim() == 2 and beside:
+            found[name.removesuffix(".weight")] = (value.shape[0], value.shape[1])
+    return found
+
+
+def negated(adapter: Path, folder: Path) -> Path:
+    shutil.copytree(adapter, folder)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file({k: -v if ".lora_B." in k else v for k, v in tensors.items()}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def make_bench(kind: str, folder: Path, rank: int = 5) -> Bench:
+    make, scale = MAKERS[kind]
+    exact = make(vocab_size=VOCAB, **({"rows": 192} if kind == "EAGLE3" else {}))
+    target = disturbed(exact.target, scale).write(folder / "target")
+    write_tokenizer(target)
+    head = target if exact.head is None else exact.head.write(folder / "head")
+    own, plain = (write_adapter(folder / name, target, i, strength=0.1) for i, name in enumerate(("own", "plain")))
+    shapes = matrices(head, kind)
+    kinds = {name.rpartition(".")[2] for name in shapes}
+    factors = write_adapter(
+        own / "draft_head", target, 7, rank, [*kinds], 2.0, shapes=shapes, rank_pattern={"q_proj": 3}
+    )
+    worse = merged(head, negated(factors, folder / "minus"), folder / "worse")
+    prompts = [[*((7 * i + j) % 250 for j in range(12)), exact.starts[i]] for i in range(len(NAMES))]
+    if kind == "NEXTN":
+        write_tokenizer(worse)
+        return Bench(target, {}, own, plain, {}, prompts)._replace(worse={"model": str(worse)})
+    drafts = {"speculative_draft_model_path": str(head)}
+    return Bench(target, drafts, own, plain, {"speculative_draft_model_path": str(worse)}, prompts)
+
+
+def run(
+    bench: Bench, kind: str, names: Sequence[str | None], head: dict[str, Any], own: Path, rounds: int = 1, **more: Any
+) -> tuple[list[list[int]], Counts, dict[str, Any]]:
+    """own: the folder of the adapter `own`."""
+    options = {"model": str(bench.target), **ENGINE, "lora_modules": [f"own={own}", f"plain={bench.plain}"],
+               "speculative_algorithm": kind, "speculative_fixed_shape": True, **head, **more}  # fmt: skip
+    params = [{"max_new_tokens": 24, "ignore_eos": True, "temperature": float(i % 2), "sampling_seed": i}
+              for i in range(len(names))]  # fmt: skip
+    with LLM(**options) as llm:
+        for _ in range(rounds):
+            found = llm.generate(bench.prompts, params, adapter=list(names))
+        stats = llm.engine.stats()
+    counts = [(m["spec_num_correct_drafts"], m["spec_verify_ct"]) for m in (one.meta_info for one in found)]
+    return [one.token_ids for one in found], counts, stats
+
+
+def steps(counts: Counts, which: list[int]) -> int:
+    return sum(counts[i][1] for i in which)
+
+
+@pytest.fixture(autouse=True)
+def none_is_on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OwnHeads, "next", lambda self, key: True)
+
+
+@pytest.mark.parametrize("kind", ["EAGLE3", "EAGLE", "NEXTN"])
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_its_rows_draft_as_with_the_merged_head_and_others_as_before(tmp_path: Path, kind: str, dtype: str) -> None:
+    bench = make_bench(kind, tmp_path)
+    without = tmp_path / "without"
+    shutil.copytree(bench.own, without, ignore=lambda *_: ["draft_head"])
+    for rounds in (1, 3):
+        same = {"rounds": rounds, "dtype": dtype, **SHAPE}
+        texts, found, _ = run(bench, kind, NAMES, bench.worse, bench.own, **same)
+        expected, good, _ = run(bench, kind, NAMES, bench.drafts, without, **same)
+        _, bad, _ = run(bench, kind, NAMES, bench.worse, without, **same)
+        assert texts == expected
+        mine = [i for i, name in enumerate(NAMES) if name == "own"]
+        if dtype == "float32":  # else weights and factors are rounded, and not what they make together
+            assert [found[i] for i in mine] == [good[i] for i in mine]
+        others = [i for i, name in enumerate(NAMES) if name != "own"]
+        assert [found[i] for i in others] == [bad[i] for i in others]
+        assert steps(found, mine) < 1.1 * steps(good, mine) < 0.9 * steps(bad, mine)
+
+
+# ---- in all kinds of steps -------------------------------------------------------------------------------------------
+
+TREE, CHAIN = TreeShape(4, 3, 11), TreeShape(3, 1, 4)
+
+
+def factors_for(head: Any, seed: int = 0, rank: int = 6, strength: float = 2.0) -> Adapter:
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for name, target in HeadTargets(head).targets.items():
+        down = torch.randn(rank, target.inputs, generator=generator) / target.inputs**0.5
+        found[name] = Factors(down, torch.randn(target.outputs, rank, generator=generator) * strength, 0.5)
+    return Adapter(found, f"head {seed}")
+
+
+@torch.no_grad()
+def spoil(head: Any, factors: Adapter) -> None:
+    """Takes away from a head that is not packed what the factors add."""
+    found = HeadTargets(head)
+    for name, whole in factors.factors.items():
+        target = found.targets[name]
+        down, up, scale = target.of(whole)
+        ends, weight = found.ends[target.linear], found.linears[target.linear].weight
+        rows = weight[ends[target.slice - 1] if target.slice else 0 : ends[target.slice]]
+        rows -= (scale * up.double() @ down.double()).to(weight)
+
+
+class Steps:
+    """Rows without an adapter, with one, and with another that has a draft head of its own."""
+
+    def __init__(self, harness: Any, kind: str, folder: Path) -> None:
+        self.h, self.kind, self.folder = harness, kind, folder
+        make, scale = MAKERS[kind]
+        exact = make()
+        self.head = exact.head
+        target = disturbed(exact.target, scale).write(folder / "target")
+        self.model = load_model(target, torch.float32, harness.device)
+        self.adapters = adapters_for(self.model, (4, 3), strength=0.1)
+        self.prompts, self.which = harness.prompts_for(9, seed=3), [0, 1, 2, 2, 0, 2, 1, 2, 2]
+        self.params = [harness.greedy(24) if i % 3 else harness.seeded(24, seed=i) for i in range(9)]
+
+    def rig(self, policy: Any, own: bool = True, merged: bool = False, **more: Any) -> Any:
+        """own: whether the second adapter drafts with a head of its own.  merged: whether all rows draft with that."""
+        head = load_head(self.head, self.kind, self.folder, self.model, device=self.h.device)
+        factors = factors_for(head)
+        if not merged:
+            spoil(head, factors)
+        ops = self.model.ops if self.h.device == "cpu" else make_ops(torch.device(self.h.device))
+        drafter = make_model_drafter(head, more.get("rows", 6) + 1, 3, torch.float32, ops)
+        heads = [Adapter({}, "none"), factors] if own else ()
+        return self.h.Rig(self.model, drafter=drafter, policy=policy, adapters=self.adapters, heads=heads, **more)
+
+    def counts(self, rig: Any) -> tuple[dict[str, list[int]], list[tuple[int, int]]]:
+        """The texts, and of each request how many drafts were right, in how many steps."""
+        for i, (prompt, param, slot) in enumerate(zip(self.prompts, self.params, self.which, strict=True)):
+            head = slot if slot == 2 and rig.executor.head_slots is not None else 0
+            rig.submit(str(i), prompt, param, adapter=slot, head=head, salt=slot)
+        found = rig.run()
+        metas = [found.final[str(i)].meta for i in range(len(self.prompts))]
+        return found.tokens, [(m["spec_num_correct_drafts"], m["spec_verify_ct"]) for m in metas]
+
+
+@pytest.fixture(scope="module", params=["EAGLE3", "EAGLE", "NEXTN"])
+def steps_of(request: Any, harness: Any, tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    return Steps(harness, request.param, tmp_path_factory.mktemp(request.param))
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "as written": {"lag": 1, "radix": False},
+    "few slots, small chunks": {"lag": 1, "slots": 120, "chunk": 5},
+    "graphs": {"lag": 1, "radix": False, "graph_size": 8, "ahead": 24, "rows": 8},
+    "graphs beside prompts": {"lag": 1, "graph_size": 8, "ahead": 24, "rows": 8, "mixed": True},
+}
+
+
+EXACT = "as written", "graphs"
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_each_row_drafts_by_its_own_head_in_all_kinds_of_steps(harness: Any, steps_of: Steps, how: str) -> None:
+    policy, more = FixedShape(CHAIN) if how in EXACT else harness.Cycle(TREE, CHAIN), HOW[how]
+    texts, found = steps_of.counts(steps_of.rig(policy, **more))
+    expected, good = steps_of.counts(steps_of.rig(policy, own=False, merged=True, **more))
+    again, bad = steps_of.counts(steps_of.rig(policy, own=False, **more))
+    assert texts == expected == again
+    mine = [i for i, slot in enumerate(steps_of.which) if slot == 2]
+    others = [i for i, slot in enumerate(steps_of.which) if slot != 2]
+    if how in EXACT:  # else what a request's steps are like depends on what the others need
+        assert [found[i] for i in mine] == [good[i] for i in mine]
+        assert [found[i] for i in others] == [bad[i] for i in others]
+    assert steps(found, mine) < 1.1 * steps(good, mine) < steps(bad, mine)
+    assert steps(found, others) > 0.9 * steps(bad, others)
+
+
+@pytest.mark.parametrize("harness", [BLOCKS], indirect=True)
+def test_steps_with_heads_of_adapters_are_recorded_on_a_cpu(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They give what they give as they are written."""
+    prompts, found = harness.prompts_for(6), []
+    params = [harness.greedy(24) if i % 2 else harness.seeded(24, seed=i) for i in range(6)]
+    for recorded in (True, False):
+        model = harness.tiny_model(seed=2)
+        if "BlockedGemm" not in str(type(model.lm_head.op.first_gemm)):
+            pytest.skip("where steps are calls of C kernels alone")
+        made = new_eagle3_head(tiny_model(seed=2), None, (1, 2), seed=3)
+        factors = factors_for(made)
+        spoil(made, factors)
+        form = BlockFormat("Q8_0", model.ops)
+        config = replace(made.config, weight_format=form, vocab_format=form)
+        head = Eagle3Head(config, made.eagle, model, torch.float32, "cpu").eval().requires_grad_(False)
+        fill_parameters(head, head.names(), made.stored_tensors(), "cpu")
+        head.pack(model.ops)
+        drafter = make_model_drafter(head, 4, CHAIN.topk, model.dtype, model.ops)
+        more = {"adapters": adapters_for(model, (4, 3), strength=0.1), "heads": [Adapter({}, "none"), factors]}
+        rig = harness.Rig(model, shapes=(CHAIN,), drafter=drafter, rows=3, radix=False, **more)
+        stages = rig.executor.graphs
+        assert isinstance(stages, RecordedStages)
+        if not recorded:
+            monkeypatch.setattr(stages, "key", lambda shape, size: None)
+        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            rig.submit(str(i), prompt, param, adapter=i % 3, head=i % 3, salt=i % 3)
+        answer = rig.run()
+        metas = [answer.final[str(i)].meta for i in range(6)]
+        found.append((answer.tokens, [(m["spec_num_correct_drafts"], m["spec_verify_ct"]) for m in metas]))
+        assert not recorded or (not stages.refused and stages.replays > 30), stages.refused
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_on_two_ranks(tmp_path: Path) -> None:
+    bench = make_bench("EAGLE3", tmp_path)
+    texts, found, _ = run(bench, "EAGLE3", NAMES, bench.worse, bench.own, rounds=2, **SHAPE)
+    assert (texts, found) == run(bench, "EAGLE3", NAMES, bench.worse, bench.own, rounds=2, tp_size=2, **SHAPE)[:2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harness", ["ranks"], indirect=True)
+@pytest.mark.parametrize("kind", ["EAGLE3", pytest.param("EAGLE", marks=pytest.mark.exhaustive)])
+def test_a_head_that_is_spread_over_ranks(
+    harness: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has its rows or columns of the factors."""
+    monkeypatch.setattr(base, "SPREAD", 0)
+    exact, cpu = MAKERS[kind][0](), torch.device("cpu")
+    whole = load_model(disturbed(exact.target, 0.65).write(tmp_path / "target"), torch.float32, cpu)
+    first, *others = shares_of(whole, make_ops(cpu), 2)
+    first.others, first.whole = others, (whole,)
+    factors = factors_for(load_head(exact.head, kind, tmp_path, whole))
+    counts = []
+    for merged_head in (False, True):
+
+        def drafter(target: Any, merged_head: bool = merged_head) -> Any:
+            head = load_head(exact.head, kind, tmp_path, target)
+            assert head.ranks.size == 2
+            if not merged_head:
+                spoil(head, factors)
+            head.pack(make_ops(cpu))
+            return make_model_drafter(head, 6, CHAIN.topk, torch.float32, make_ops(cpu))
+
+        heads = () if merged_head else (factors,)
+        more = {"adapters": adapters_for(whole, (3,), strength=0.1), "heads": heads, "rows": 5, "radix": False}
+        rig = harness.Rig(first, shapes=(CHAIN,), drafter=drafter, **more)
+        for i, prompt in enumerate(harness.prompts_for(5, seed=3)):
+            rig.submit(str(i), prompt, harness.greedy(24), adapter=1, head=len(heads), salt=1)
+        answer = rig.run()
+        metas = [answer.final[str(i)].meta for i in range(5)]
+        counts.append((answer.tokens, [(m["spec_num_correct_drafts"], m["spec_verify_ct"]) for m in metas]))
+    assert counts[0] == counts[1] and sum(right for right, _ in counts[1][1]) > 40
+
+
+# ---- files that come and go ------------------------------------------------------------------------------------------
+
+
+def options(bench: Bench, **more: Any) -> dict[str, Any]:
+    return {"model": str(bench.target), **ENGINE, "speculative_algorithm": "EAGLE3", "speculative_fixed_shape": True,
+            **SHAPE, **bench.worse, **more}  # fmt: skip
+
+
+def counted(llm: LLM, bench: Bench, name: str) -> Counts:
+    params = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.0}
+    metas = [one.meta_info for one in llm.generate(bench.prompts, params, adapter=name)]
+    return [(m["spec_num_correct_drafts"], m["spec_verify_ct"]) for m in metas]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return make_bench("EAGLE3", tmp_path_factory.mktemp("bench"))
+
+
+def test_heads_come_and_go_with_their_adapters(bench: Bench, tmp_path: Path) -> None:
+    """Also while serving: with the same adapter under another name, or in its place, and without a head."""
+    folder = tmp_path / "own"
+    shutil.copytree(bench.own, folder)
+    without = tmp_path / "without"
+    shutil.copytree(bench.own, without, ignore=lambda *_: ["draft_head"])
+    with LLM(**options(bench, lora_modules=[f"without={without}"], max_lora_head_rank=5, max_loras=1)) as llm:
+        bad = counted(llm, bench, "without")
+        llm.unload_adapter("without")
+        llm.load_adapter("own", folder)
+        good = counted(llm, bench, "own")
+        assert steps(good, [0, 1, 2, 3, 4, 5]) < 0.9 * steps(bad, [0, 1, 2, 3, 4, 5])
+        shutil.rmtree(folder / "draft_head")
+        assert counted(llm, bench, "own") == good, "what is in memory is what was loaded"
+        llm.load_adapter("own", folder)  # the same adapter, to which its slot belongs
+        assert counted(llm, bench, "own") == bad
+        shutil.copytree(bench.own / "draft_head", folder / "draft_head")
+        llm.load_adapter("own", folder)
+        assert counted(llm, bench, "own") == good
+        llm.load_adapter("plain", bench.plain)
+        counted(llm, bench, "plain")  # which has the one slot now
+        assert counted(llm, bench, "own") == good
+
+
+def test_a_wrong_head_is_refused_in_words(bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "own"
+    shutil.copytree(bench.own, folder)
+    with LLM(**options(bench, lora_modules=[f"plain={bench.plain}"], max_lora_head_rank=5)) as llm:
+        for rank, shapes, expected in (
+            (
+                6,
+                {"midlayer.self_attn.q_proj": (32, 64)},
+                "draft_head: the rank is 6; slots have room for 5: start with",
+            ),
+            (4, {"midlayer.self_attn.q_proj": (64, 64)}, "the draft head's is [32, 64]: expected an adapter of this"),
+            (4, {"layers.3.self_attn.q_proj": (32, 64)}, "the draft head has no such matrix"),
+            (4, {"lm_head": (192, 32)}, "lm_head: the draft head has no such matrix"),
+        ):
+            shutil.rmtree(folder / "draft_head")
+            kinds = [name.rpartition(".")[2] for name in shapes]
+            write_adapter(folder / "draft_head", bench.target, 0, rank, kinds, shapes=shapes)
+            with pytest.raises(CheckpointError, match=re.escape(expected)) as error:
+                llm.load_adapter("own", folder)
+            assert str(folder / "draft_head") in str(error.value)
+        (folder / "draft_head" / "adapter_model.safetensors").unlink()
+        with pytest.raises(CheckpointError, match="is missing in"):
+            llm.load_adapter("own", folder)
+    for more in ({"max_lora_head_rank": 0}, {"speculative_algorithm": "NGRAM", "speculative_draft_model_path": None}):
+        caplog.clear()
+        with LLM(**options(bench, lora_modules=[f"own={bench.own}"], **more)) as llm:  # texts need no draft head
+            counted(llm, bench, "own")
+        assert "draft head of the adapter 'own' is not used" in caplog.text
+
+
+def test_a_head_that_is_worse_than_the_models_drafts_no_more(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.undo()
+    folder, without = tmp_path / "own", tmp_path / "without"
+    shutil.copytree(bench.own, without, ignore=lambda *_: ["draft_head"])
+    shutil.copytree(without, folder)
+    shapes = matrices(Path(bench.worse["speculative_draft_model_path"]), "EAGLE3")
+    write_adapter(folder / "draft_head", bench.target, 3, 4, [name.rpartition(".")[2] for name in shapes], 9.0,
+                  shapes=shapes)  # fmt: skip
+    with LLM(**options(bench, lora_modules=[f"without={without}"], **bench.drafts)) as llm:
+        expected = counted(llm, bench, "without")
+    with LLM(**options(bench, lora_modules=[f"own={folder}"], **bench.drafts)) as llm:
+        first = counted(llm, bench, "own")
+        for _ in range(14):
+            counted(llm, bench, "own")
+        assert llm.engine.flush_cache()  # the draft's keys and values of prefixes are those of the head that made them
+        found = counted(llm, bench, "own")
+    mine = [0, 1, 2, 4, 5]  # each fourth request has the model's head
+    assert steps(first, mine) > 1.1 * steps(expected, mine)
+    assert found == expected and "is accepted less often" in caplog.text
