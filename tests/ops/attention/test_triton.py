@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from attention_cases import ONE_LANE, TINY, Case, attention, chunked, common, make_case
 from decoder_configs import decoder_config
 from plain_attention import FunctionAttend, brute_force
@@ -17,6 +19,7 @@ from draftwing.kv.pool import FP8, KVPool, KVSpec, zeros_as_written
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import RopeConfig, rope_table
+from draftwing.ops.attention import triton_tree
 from draftwing.ops.attention.batch import AttentionKind, Batch, ChunkSpan
 from draftwing.ops.attention.triton_tiles import Room, prefill_tiles
 from draftwing.ops.rope.spec import rotate
@@ -145,6 +148,30 @@ def test_the_last_programs_of_a_tile_share_its_merge(nodes: int, programs: int, 
         torch.testing.assert_close(one.double(), case.expected(), atol=2e-5, rtol=1e-4)
         for _ in range(20):
             assert torch.equal(case.run(tiling=tiling._replace(shared_merge=2)), one)
+
+
+@triton.jit
+def _turn_without_waiting(ticket, lanes, MERGERS: tl.constexpr):
+    tl.atomic_add(ticket, 1)  # an earlier program has said already that it has merged
+    return tl.program_id(0) - (lanes - MERGERS)
+
+
+@pytest.mark.skipif(GPU, reason="programs are to run one after the other")
+@pytest.mark.parametrize("nodes, programs, mergers", [(1, 24, 4), (2, 12, 2), (2, 24, 4)])
+def test_each_program_merges_some_elements(
+    nodes: int, programs: int, mergers: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together all of them, with the bits of one program. Here no program waits for others, and merges what an earlier
+    launch stored."""
+    monkeypatch.setattr(triton_tree, "_merging_turn", _turn_without_waiting)
+    tiling = TINY._replace(programs=programs, waiting=78, shared_part=1, shared_merge=1 << 30)
+    case, workspace = make_case([1100, 700, 0], nodes, device, (2, 1), dim=80), attention.Workspace(device)
+    splits = attention.split_count(case.table.shape[1], tiling)
+    shared = tiling._replace(shared_merge=2)
+    assert attention.mergers_of(3, programs // 3, 1, splits, 80, 0, shared) == mergers
+    one = case.run(tiling=tiling, workspace=workspace)
+    torch.testing.assert_close(one.double(), case.expected(), atol=2e-5, rtol=1e-4)
+    assert torch.equal(case.run(tiling=shared, workspace=workspace), one)
 
 
 def test_when_programs_of_one_launch_share_a_merge() -> None:
