@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from attention_cases import ONE_LANE, TINY, Case, attention, chunked, common, make_case
 from decoder_configs import decoder_config
 from plain_attention import FunctionAttend, brute_force
@@ -19,12 +17,13 @@ from draftwing.kv.pool import FP8, KVPool, KVSpec, zeros_as_written
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.norm import RMSNorm
 from draftwing.layers.rope import RopeConfig, rope_table
-from draftwing.ops.attention import triton_tree
 from draftwing.ops.attention.batch import AttentionKind, Batch, ChunkSpan
 from draftwing.ops.attention.triton_tiles import Room, prefill_tiles
 from draftwing.ops.rope.spec import rotate
 
+triton, tl = pytest.importorskip("triton"), pytest.importorskip("triton.language")
 paged = pytest.importorskip("draftwing.ops.attention.triton")
+triton_tree = pytest.importorskip("draftwing.ops.attention.triton_tree")
 rope = pytest.importorskip("draftwing.ops.rope.triton")
 GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.usefixtures("mended_interpreter")
