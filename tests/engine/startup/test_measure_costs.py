@@ -231,25 +231,30 @@ def test_other_threads_waits_are_none_of_the_callers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("waited", "threads", "left"),
+    ("waited", "computed", "threads", "left"),
     [
-        (0.0, (1.0, 1.0), 0.8),  # nothing is reported
-        (0.2, (1.0, 1.0), 0.6),
-        (4.0, (1.0, 1.0), 0.1),  # some of the time was the step's own
-        (0.0, (0.5, 0.5), 0.4),
-        (0.0, (1.0, 0.5), 0.8),  # they were fewer for a part of it
-        (0.0, (0.5, 1.0), 0.8),
+        (0.0, 1.6, (1.0, 1.0), 0.8),  # nothing is reported
+        (0.2, 1.2, (1.0, 1.0), 0.6),
+        (4.0, 0.0, (1.0, 1.0), 0.1),  # some of the time was the step's own
+        (0.0, 0.8, (0.5, 0.5), 0.4),
+        (0.0, 1.6, (1.0, 0.5), 0.8),  # they were fewer for a part of it
+        (0.0, 1.6, (0.5, 1.0), 0.8),
+        (0.6, 1.0, (1.0, 1.0), 0.5),  # the other thread went on
+        (4.0, 0.9, (1.0, 0.5), 0.45),  # most of the waiting was before the step
+        (4.0, 0.6, (0.5, 0.5), 0.3),
+        (4.0, 9.0, (0.5, 0.5), 0.4),  # what else the process computes is none of the step
     ],
 )
 def test_what_others_took_is_no_price(
-    monkeypatch: pytest.MonkeyPatch, waited: float, threads: tuple[float, float], left: float
+    monkeypatch: pytest.MonkeyPatch, waited: float, computed: float, threads: tuple[float, float], left: float
 ) -> None:
-    told = iter([5.0, 5.0 + waited])
+    """Of a step of 0.8 s in two threads; computed: seconds of all threads together."""
+    told, all_told = iter([5.0, 5.0 + waited]), iter([3.0, 3.0 + computed])
     monkeypatch.setattr(measure_costs, "own_delay", lambda: next(told))
-    monkeypatch.setattr(measure_costs, "own_delay", lambda: next(told))
+    monkeypatch.setattr(measure_costs.time, "process_time", lambda: next(all_told))
     result = SimpleNamespace(seconds=0.8, threads=threads[1])
     executor: Any = SimpleNamespace(
-        device=SimpleNamespace(active_threads=threads[0]),
+        device=SimpleNamespace(active_threads=threads[0], threads=2),
         table=SimpleNamespace(rows=2),
         launch=lambda plan: plan,
         commit=lambda plan: SimpleNamespace(wait=lambda: result),

@@ -215,11 +215,14 @@ def _run(executor: Executor, shape: TreeShape, size: int, context: int) -> Timed
 
 def timed_step(executor: Executor, plan: Plan) -> tuple[StepResult, Timed]:
     """Returns the result of a step, and what it took. Where the number of threads changes meanwhile, it counts as if
-    the most had run throughout: rather too long than too short."""
-    threads, before = executor.device.active_threads, own_delay()
+    the most had run throughout: rather too long than too short. Nor does it count for less than all threads together
+    have computed: others go on while the calling thread waits, and some of what that waited was before the step."""
+    threads, before, computed = executor.device.active_threads, own_delay(), time.process_time()
     result = executor.commit(executor.launch(plan)).wait()
     threads = max(threads, result.threads)
-    return result, Timed(own(result.seconds, before) * threads, threads)
+    computed = (time.process_time() - computed) / executor.device.threads
+    seconds = max(own(result.seconds, before) * threads, min(computed, result.seconds * threads))
+    return result, Timed(seconds, threads)
 
 
 # ---- rows with a context ---------------------------------------------------------------------------------------------
