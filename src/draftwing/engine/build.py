@@ -384,9 +384,12 @@ class Costs(NamedTuple):
     def compared(self, is_quiet: Callable[[], bool]) -> StepCost:
         """Returns what is believed of what was stored and measured, and keeps it. is_quiet: whether the machine had
         nothing else to do meanwhile."""
+        cost = self.measured if self.stored_costs is None else self.stored_costs
         if self.file is not None and not self.costs_settled:
-            return self.file.compared(self.measured, self.stored_costs, is_quiet())
-        return self.measured if self.stored_costs is None else self.stored_costs
+            cost = self.file.compared(self.measured, self.stored_costs, is_quiet())
+        if not (is_quiet() if self.file is None else self.file.quiet):
+            cost.doubt_smallest()
+        return cost
 
 
 def _first_steps(

@@ -296,3 +296,21 @@ def test_the_next_engine_goes_on_with_what_was_learnt(machine: Machine, model: s
         with LLM(model, **OPTIONS | other) as llm:
             assert llm.engine.parts.costs is None, "nothing is chosen"
     assert list(folder.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("quiet", [False, True])
+def test_what_a_disturbed_start_found_of_the_smallest_drafts_is_a_guess(quiet: bool, settled: bool) -> None:
+    """Also where nothing is measured any more, and only of one row; what is kept for the next start is all the same."""
+    costs = some_prices()
+    for shape in MENU:
+        costs.measured(shape, 4, 0, 2e-3 * shape.nodes)
+    file = CostFile({})
+    file.quiet, file.settled = quiet and settled, settled
+    found = build.Costs(StepCost(MENU, False) if settled else costs, costs if settled else None, settled, file)
+    believed = found.compared(lambda: quiet)
+    assert believed.guessed(MENU[0], 1) is not quiet
+    assert not believed.guessed(MENU[0], 4) and not believed.guessed(PLAIN, 1)
+    assert believed.to_json()["measured"] == costs.to_json()["measured"]
+    without = build.Costs(some_prices()).compared(lambda: quiet)
+    assert without.guessed(MENU[0], 1) is not quiet

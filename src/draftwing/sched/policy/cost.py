@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftwing.config.trees import TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.sched.policy.cost_table import CostTable
 
 VERSION = 2  # of what `to_json` returns
@@ -68,7 +68,8 @@ class StepCost:
         self.menu = tuple(menu)
         self.table = CostTable(stepwise)
         self._samples: dict[tuple[TreeShape, int], int] = {}  # steps in operation that a measurement was made of
-        self._unsure: set[tuple[TreeShape, int]] = set()  # of which fewer are all that is known, see `_sampled`
+        # Of which fewer are all that is known, see `_sampled`, or that `doubt_smallest` doubts.
+        self._unsure: set[tuple[TreeShape, int]] = set()
         self.threads = 1.0  # in which share of the threads steps run now, see `StepResult`
         self._factors = {1.0: _Factors()}  # by that share
         # Of such steps whose context is longer than any measured: the context, least seconds, and how many there were.
@@ -157,6 +158,19 @@ class StepCost:
             assert expected is not None, "what was measured has a cost"
             self._correct(shape, batch, math.log(seconds / expected))
 
+    def doubt_smallest(self, bucket: int = 1) -> None:
+        """Takes what is known of the smallest drafts for a guess, if none ran yet. bucket: `bit_length` of the batches.
+        Where a start was disturbed, or plain steps take longer than it found, the machine may be slower, or one of the
+        two was measured wrong: a try tells which. Not with graphs, which a start can measure well."""
+        smallest = min((shape for shape in self.menu if shape.depth), key=lambda shape: shape.queries, default=PLAIN)
+        _, ran = self._factors_now.own.get((smallest, bucket), (0.0, 0))  # below 0: of another day
+        if self.table.stepwise or smallest == PLAIN or ran > 0:
+            return
+        for size in self.table.sizes(smallest):
+            if size.bit_length() == bucket:
+                self._unsure.add((smallest, size))
+                self._samples.pop((smallest, size), None)
+
     def record_backlog(self, batch: int, passes: int, positions: int, seconds: float) -> None:
         """Learns from what a drafter took for its backlog. positions: 0 where they are too few to show what one
         takes."""
@@ -242,6 +256,7 @@ class StepCost:
                 for step, (its, when) in factors.own.items():
                     if step[1] == bucket and now - when < RECENT:
                         factors.own[step] = its - longer, when
+                self.doubt_smallest(bucket)
         error = longer or min(max(error, -math.log(DOUBT)), math.log(AGREE))
         limit = 2 * math.log(DOUBT)  # what is further off was measured wrong
         factors.own[shape, bucket] = min(max(own + share * error, -limit), limit), now
@@ -268,7 +283,7 @@ class StepCost:
             "measured": [
                 [list(shape), batch, *point]
                 for shape, batch, *point in self.table.points()
-                if (shape, batch) not in self._unsure
+                if (shape, batch) not in self._unsure or not self._samples.get((shape, batch))
             ],
             "corrections": [[shape, bucket, math.exp(factor)] for shape, bucket, factor in factors],
         }

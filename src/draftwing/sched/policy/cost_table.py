@@ -38,6 +38,10 @@ class CostTable:
     def __contains__(self, shape: TreeShape) -> bool:
         return shape in self._measured
 
+    def sizes(self, shape: TreeShape) -> list[int]:
+        """Returns the batch sizes at which a shape was measured."""
+        return [*self._measured.get(shape, ())]
+
     def at(self, shape: TreeShape, batch: int) -> dict[int, float]:
         """Returns what was measured of a shape and batch size: seconds by context."""
         return self._measured.get(shape, {}).get(batch, {})
@@ -88,7 +92,7 @@ class CostTable:
     def smaller(self, shape: TreeShape, batch: int) -> list[int]:
         """Returns the measured sizes of a shape by which a batch is estimated that is larger than one of them; none
         where they do not tell what more rows take: they are less than two, and no other shape does, see `_teller`."""
-        sizes = [*self._measured.get(shape, ())]
+        sizes = self.sizes(shape)
         tells = len(sizes) > 1 or self._teller(shape) is not None
         return sizes if tells and batch > min(sizes, default=batch) else []
 
