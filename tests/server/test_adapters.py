@@ -263,7 +263,20 @@ def test_changed_files_are_another_adapter(url: str, folder: Path, texts: dict[s
 
 @pytest.mark.parametrize(
     "path",
-    ["../first", "/etc", "{root}/first", "second/../../first", ".", "", "gone", "link", "file-link", "a\0b", "loop"],
+    [
+        "../first",
+        "/etc",
+        "{root}/first",
+        "second/../../first",
+        ".",
+        "",
+        "gone",
+        "link",
+        "file-link",
+        "head-link",
+        "a\0b",
+        "loop",
+    ],
 )
 def test_no_path_leads_out_of_the_folder(url: str, folder: Path, path: str) -> None:
     below = folder / "below"
@@ -272,9 +285,13 @@ def test_no_path_leads_out_of_the_folder(url: str, folder: Path, path: str) -> N
         if not (below / name).is_symlink():
             (below / name).symlink_to(to)
     (below / "file-link").mkdir(exist_ok=True)
+    (below / "head-link").mkdir(exist_ok=True)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (below / "file-link" / file).is_symlink():
             (below / "file-link" / file).symlink_to(folder / "first" / file)
+            (below / "head-link" / file).write_bytes((folder / "first" / file).read_bytes())
+    if not (below / "head-link" / "draft_head").is_symlink():
+        (below / "head-link" / "draft_head").symlink_to(folder / "first")
     refused = post(url, LOAD, lora_name="out", lora_path=path.format(root=folder))
     assert refused.status_code == 400 and "lora_path" in refused.text
     assert completed(url, "out").status_code == 404
