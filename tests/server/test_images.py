@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, quote
 
@@ -13,14 +16,16 @@ from fake_engine import FakeEngine
 from image_models import encoded, picture
 from picture_kinds import PICTURES, SHOWN, seen_by_transformers
 from PIL import Image
-from scripted import client_of, openai_client, serving
+from scripted import client_of, keys_file, openai_client, serving
 from seeing import PAD, Seeing
 from starlette.testclient import TestClient
 
 from draftwing.images import reader
 from draftwing.images.fetch import Fetcher
 from draftwing.images.processing import MAX_IMAGES, MAX_PIXELS
+from draftwing.machine import Processors
 from draftwing.requests.images import RequestImage
+from draftwing.server import worker_pools
 
 ENGINE = Seeing
 DATA = base64.b64encode(encoded(SHOWN)).decode()
@@ -290,6 +295,37 @@ def test_a_picture_of_many_prompts_is_fetched_and_read_once(one: bool, monkeypat
     assert sorted(asked) == (["/a", "read"] if one else ["/a", "/other", "read", "read"])
     digests = [request.images[0].digest for request in seeing.requests]
     assert len(digests) == 3 and digests[0] == digests[2] and (digests[0] == digests[1]) == one
+
+
+@pytest.mark.slow
+def test_pictures_rest_while_others_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that who sends them as fast as they are answered leaves the server time for others' streams."""
+    monkeypatch.setattr(worker_pools, "PICTURE_REST", 1.5)
+    monkeypatch.setattr(worker_pools, "processors", lambda: Processors(4, 4))
+    seeing = Seeing()
+    keys = keys_file(tmp_path, '[a]\nkey = "a"\n[b]\nkey = "b"\n')
+    seeing.options = dataclasses.replace(seeing.info.options, api_key_file=keys)
+    seeing.info = dataclasses.replace(seeing.info, options=seeing.options)
+    body = {"messages": [USER | {"content": [OPENAI]}], "max_tokens": 1}
+
+    def pictures(client: TestClient) -> float:
+        begun = time.monotonic()
+        for _ in range(3):
+            assert client.post(CHAT, json=body, headers={"x-api-key": "b"}).status_code == 200
+        return time.monotonic() - begun
+
+    long = {"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True}}
+    with client_of(seeing) as client:
+        alone = pictures(client)
+        seeing.pause = 0.02
+        with ThreadPoolExecutor(1) as other:
+            answer = other.submit(client.post, "/generate", json=long, headers={"x-api-key": "a"})
+            while not seeing.running:
+                time.sleep(0.01)
+            beside = pictures(client)
+            assert not answer.done()
+            seeing.pause = 0.0005
+    assert alone < 3 <= beside
 
 
 def test_a_bomb_is_refused_by_its_header(client: TestClient) -> None:

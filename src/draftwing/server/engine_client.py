@@ -149,6 +149,10 @@ class AsyncEngine:
         """Returns requests that are running or waiting."""
         return len(self._streams)
 
+    def answers_others(self, client: str) -> bool:
+        """Returns whether requests of any other client are running or waiting."""
+        return any(stream.requests[0].client != client for stream in self._streams.values())
+
     def kill(self) -> None:
         """Ends the process at once."""
         self.link.process.kill()

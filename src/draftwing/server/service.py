@@ -138,7 +138,7 @@ class Service:
         self.started = time.time()
         self.texts = TokenTexts(tokenizer)
         self.reasoning = Reasoning(self.options, tokenizer)
-        self.pools = WorkerPools()
+        self.pools = WorkerPools(engine.answers_others)
         self._fetch = Fetcher(self.options.allow_image_urls)
         self._translator = Translator.of(engine.info.options, tokenizer)
         self._compiled: OrderedDict[Grammar, None] = OrderedDict()  # by the engine, or one before it; newest last

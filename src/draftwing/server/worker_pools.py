@@ -19,6 +19,9 @@ from draftwing.server.edge.keys import client_name
 T = TypeVar("T")
 MAX_INLINE_SIZE = 4096  # numbers, and characters that are read, at once: some milliseconds
 MAX_SHORT_SIZE = 65_536  # characters: a tenth of a second of a tokenizer at its slowest
+# Seconds after each picture of a client, while others are answered: an answer takes milliseconds of the event loop, and
+# the more pictures are decoded in a second the more answers there are. Of all places; so one rests times their number.
+PICTURE_REST = 0.008
 REST_FACTOR = 9  # times what reading a large body took: so long no other one is read for its client
 
 
@@ -65,8 +68,9 @@ class FairSemaphore:
 class _Pool:
     """Threads, one for each place."""
 
-    def __init__(self, threads: int, name: str) -> None:
-        self._semaphore = FairSemaphore(threads)
+    def __init__(self, threads: int, name: str, rest: Callable[[str], float] | None = None) -> None:
+        """rest: seconds in which a place is nobody's after work of a client."""
+        self._semaphore, self._rest = FairSemaphore(threads), rest
         self._threads = ThreadPoolExecutor(threads, f"draftwing-{name}")
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
@@ -78,9 +82,16 @@ class _Pool:
             self._semaphore.release(client)
             raise
 
+        def rest() -> None:
+            seconds = 0.0 if self._rest is None else self._rest(client)
+            if seconds:
+                loop.call_later(seconds, self._semaphore.release, client)
+            else:
+                self._semaphore.release(client)
+
         def ended(_: object) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(self._semaphore.release, client)
+                loop.call_soon_threadsafe(rest)
 
         # Not when this coroutine ends: work whose client left holds its thread until it ends.
         result.add_done_callback(ended)
@@ -98,13 +109,15 @@ class WorkerPools:
     holds the interpreter's lock, and who holds that and has to wait for a processor stops the event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, others: Callable[[str], bool] = lambda client: False) -> None:
+        """others: whether any other client is answered."""
         share = processors().threads // 4
+        places = min(max(share, 1), 4)
         self._reading = FairSemaphore(1)
         self._short = _Pool(min(max(share, 2), 8), "short")
         self._long = _Pool(min(max(share, 1), 4), "long")
         self._json = _Pool(1, "json")
-        self._pictures = _Pool(min(max(share, 1), 4), "pictures")
+        self._pictures = _Pool(places, "pictures", lambda client: PICTURE_REST * places if others(client) else 0.0)
         self._fetching = _Pool(4, "fetch")
 
     async def read(self, work: Callable[[], T]) -> T:
@@ -132,7 +145,7 @@ class WorkerPools:
 
     async def see(self, work: Callable[[], T]) -> T:
         """Returns the result of `work`, which waits until pictures are decoded, however small their files are: a few
-        at once, and no text waits behind them."""
+        at once, and no text waits behind them. While others are answered there are only so many in a second."""
         return await self._pictures.run(work)
 
     async def fetch(self, work: Callable[[], T]) -> T:
