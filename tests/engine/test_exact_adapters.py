@@ -26,7 +26,7 @@ from draftwing.ops.experts.routing import Routing
 
 CHAIN, TREE, BUSHY = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(2, 4, 9)
 PART = TreeShape(4, 3, 11, 4)  # of whose nodes the batch verifies 4 for each row
-TOKENS = 24
+TOKENS = 16
 pytestmark = [
     pytest.mark.parametrize("harness", ["cpu", BLOCKS, RANKS, EXPERT_RANKS, CUDA], indirect=True, scope="session"),
     pytest.mark.further(harness=["blocks", "ranks", "ranks with whole experts"], lag=0),
@@ -108,7 +108,7 @@ def test_experts_and_heads_of_latents(harness, grouped, shape):
     if harness.device == "cuda":
         pytest.skip("torch's own GEMMs of experts wait for the device")
     drafter = None if shape == PLAIN else "oracle"
-    rig = answer(harness, grouped, shapes=(shape,), drafter=drafter, miss=2, lag=1, slots=120, rows=6, chunk=5)
+    rig = answer(harness, grouped, shapes=(shape,), drafter=drafter, miss=2, lag=1, slots=80, rows=6, chunk=5)
     assert rig.sched.retractions > 0 and (shape == PLAIN or rig.accept_length > 1.3)
 
 

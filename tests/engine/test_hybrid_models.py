@@ -198,6 +198,7 @@ def test_what_is_cached_is_what_steps_would_make(made: Made, kind: str) -> None:
     asked = ({}, {"temperature": 0.8, "sampling_seed": 1}, {"regex": r'(\{"a": [0-9]{1,3}\}\n)+'})
     params: list[dict[str, Any]] = [{"temperature": 0.0, "max_new_tokens": 24, **one} for one in asked]
     options = {**ENGINE, "max_total_tokens": 320, "max_running_requests": 2, "chunked_prefill_size": 64}
+    options |= {"dtype": "auto", "kv_cache_dtype": "float32"}
 
     def answers(algorithm: str, **more: Any) -> list[Any]:
         with LLM(str(folder), **options, **more, speculative_algorithm=algorithm) as llm:
