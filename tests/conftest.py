@@ -62,15 +62,36 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
     """Half of all cases are exhaustive: to make and mark them takes seconds where none of them runs. One case of each
     test stays in any case, since pytest would run it without parameters."""
     yield
+    further = [mark.kwargs for mark in metafunc.definition.iter_markers("further")]
+    kept = [
+        call
+        for call in metafunc._calls
+        if not any(mark.name == "exhaustive" for mark in call.marks)
+        and not any(matches(call.params, params) for params in further)
+    ]
+    for mark in metafunc.definition.iter_markers("covering"):
+        few = cover(kept, mark.args)
+        for call in kept:
+            if not any(call is one for one in few):
+                call.marks.append(pytest.mark.exhaustive.mark)
+        kept = few
     if "not exhaustive" in metafunc.config.option.markexpr:
-        further = [mark.kwargs for mark in metafunc.definition.iter_markers("further")]
-        kept = [
-            call
-            for call in metafunc._calls
-            if not any(mark.name == "exhaustive" for mark in call.marks)
-            and not any(matches(call.params, params) for params in further)
-        ]
         metafunc._calls[:] = kept or metafunc._calls[:1]
+
+
+def cover(calls: list[Any], each: tuple[str, ...]) -> list[Any]:
+    """Returns few cases, with all values of all parameters among them, each with all values of the parameters `each`
+    that it has a case with."""
+
+    def values(call: Any) -> set[object]:
+        own = tuple(repr(call.params[name]) for name in each)
+        return {(place, value, own) for place, value in enumerate(call._idlist)}
+
+    left, few = set[object]().union(*map(values, calls)), list[Any]()
+    while left:
+        few.append(max(calls, key=lambda call: len(values(call) & left)))
+        left -= values(few[-1])
+    return few
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

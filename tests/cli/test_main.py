@@ -107,6 +107,7 @@ runpy.run_module({module!r}, run_name="__main__")
 @pytest.mark.parametrize("module", ["draftwing", "draftwing.launch_server"])
 @pytest.mark.parametrize("name", ["draftwing.cli.main", "draftwing.config.options", "draftwing.train.settings"])
 @pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.covering
 def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_word(module: str, name: str, dropped: bool) -> None:
     code = INTERRUPTED.format(module=module, name=name, dropped=dropped)
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)

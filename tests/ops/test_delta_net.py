@@ -284,6 +284,7 @@ def test_a_half_type(ops: TorchOps) -> None:
 @pytest.mark.slow
 @pytest.mark.further(ops="triton", spec=["mamba", "by channel", "by channel, grouped"])  # as test_as_in_torch has them
 @pytest.mark.parametrize("kind", list(TREES))
+@pytest.mark.covering("ops")
 def test_trees_and_what_of_them_is_accepted(bench: Bench, kind: str) -> None:
     bench.prefill({0: 3, 1: 5})
     for _ in range(2):  # the second replays what the first has accepted

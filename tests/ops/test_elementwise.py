@@ -134,6 +134,7 @@ def test_gates_and_memories_of_heads(size: int, dtype: torch.dtype, ops: TorchOp
 
 
 @pytest.mark.parametrize(("size", "groups", "taps", "rows"), [(576, 36, 2, 5), (60, 5, 3, 2), (64, 2, 1, 4)])
+@pytest.mark.covering("ops")
 def test_block_conv(size: int, groups: int, taps: int, rows: int, dtype: torch.dtype, ops: TorchOps) -> None:
     """Blocks are apart: nothing of one is seen in the next."""
     blocks = 3

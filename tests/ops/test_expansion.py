@@ -139,6 +139,7 @@ SHAPES = [(1, 4, 5), (2, 2, 7), (3, 3, 9), (5, 4, 8), (5, 1, 6), (4, 5, 40), (6,
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("tail", "lookahead", "width"), [(0, 1, 40), (1, 0, 0)])
+@pytest.mark.covering("ops")
 def test_expansion_with_ties(ops: TorchOps, shape: tuple[int, int, int], tail: int, lookahead: int, width: int) -> None:
     torch.manual_seed(0)
     makers = [quantised, partly_impossible]
@@ -196,6 +197,7 @@ def expected_continuations(
 @pytest.mark.parametrize(
     ("vocab", "topk", "mapped"), [(11, 1, False), (1003, 3, True), (4096, 8, False), (5000, 10, True)]
 )
+@pytest.mark.covering("ops")
 def test_continuations(ops: TorchOps, dtype: torch.dtype, min_p: float, vocab: int, topk: int, mapped: bool) -> None:
     g = torch.Generator().manual_seed(vocab)
     table = make_table(ops, 6, 200, vocab, vocab, noisy=True)
@@ -226,6 +228,7 @@ def test_continuations(ops: TorchOps, dtype: torch.dtype, min_p: float, vocab: i
     ("vocab", "count", "topk", "rank", "mapped"),
     [(11, 5, 2, 7, False), (5000, 16, 4, 33, True), (1003, 16, 1, 256, False)],
 )
+@pytest.mark.covering("ops")
 def test_pair_continuations(
     ops: TorchOps, dtype: torch.dtype, vocab: int, count: int, topk: int, rank: int, mapped: bool
 ) -> None:

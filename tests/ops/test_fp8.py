@@ -136,6 +136,7 @@ def values(rows: int, columns: int, device: torch.device, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
+@pytest.mark.covering("ops")
 def test_norms(rows: int, columns: int, wide: bool, ops: TorchOps) -> None:
     x, delta = values(rows, columns, ops.device, 1), values(rows, columns, ops.device, 2)
     weight = values(1, columns, ops.device, 3)[0].to(torch.float32 if wide else torch.bfloat16)

@@ -94,6 +94,7 @@ class Text:
 @both
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.covering("native")
 def test_picks_are_those_of_a_loop(dtype: torch.dtype, whole: bool, native: bool) -> None:
     text = Text(dtype, whole)
     expected = [text.best(i, range(i + 1), 7) for i in range(20)]

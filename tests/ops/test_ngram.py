@@ -236,6 +236,7 @@ def histories(rng: random.Random, rows: int, longest: int) -> list[list[int]]:
 @pytest.mark.further(ops="triton", high=[1, 5, 7])
 @pytest.mark.parametrize("low, high", WINDOWS)
 @pytest.mark.parametrize("longest", [14, 99, 400])
+@pytest.mark.covering("ops")
 def test_search(ops: TorchOps, few: int, small_chunks: None, low: int, high: int, longest: int) -> None:
     """Many histories, each searched from where its row may have been copying from."""
     rng, rows, total = random.Random(longest + high), 300 if few == 1 else 5, 0
@@ -439,6 +440,7 @@ def paths(draft: Draft, row: int) -> list[Prefix]:
 @pytest.mark.further(ops="triton", shape=[shape for shape in TREE_SHAPES if shape.depth in (1, 4)])
 @pytest.mark.parametrize("shape", TREE_SHAPES)
 @pytest.mark.parametrize("breadth", [(1, 1), (1, 4), (2, 6)])
+@pytest.mark.covering("ops")
 def test_keeps_the_best_allowed_prefixes(ops: TorchOps, shape: TreeShape, breadth: tuple[int, int]) -> None:
     rng = random.Random(shape.depth * 100 + shape.nodes)
     cases = [random_candidates(rng, rng.choice((2, 5, 100))) for _ in range(6 if ops.name == "triton" else 25)]

@@ -52,6 +52,7 @@ def test_it_is_the_written_formula(noise: TorchOps) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab", [1, 7, 1000, 1001, 1024])
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.covering
 def test_value_does_not_depend_on_batch_or_vocabulary(noise: TorchOps, vocab: int, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -117,6 +117,7 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype, ops: TorchOps) -> None:
 
 
 @pytest.mark.parametrize("size", [33, 104, 576])  # of the last two rows begin at multiples of 16 bytes
+@pytest.mark.covering("ops")
 def test_fuse_inputs(size: int, dtype: torch.dtype, ops: TorchOps) -> None:
     """With norms and without; the feature first, and no token at position 0; of rows that were looked up."""
     table, wide = made(ops, dtype, 11, size), made(ops, dtype, 6, 3 * size, seed=1)

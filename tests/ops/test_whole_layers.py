@@ -167,6 +167,7 @@ def attend_to(pool: KVPool, batch: Batch) -> Attend:
     ids=["plain", "biases", "norms of heads", "large heads"],
 )
 @pytest.mark.parametrize("batch_of", [trees, chunks])
+@pytest.mark.covering("batch_of")
 def test_layers_equal_their_parts(
     batch_of: Callable[[int], Batch], changes: dict[str, Any], pool_dtype: torch.dtype
 ) -> None:

@@ -69,6 +69,7 @@ def refusal_of(response: Any) -> tuple[str, str | None]:
 @FURTHER
 @pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.covering
 def test_the_strict_tool_that_is_wrong_is_named(client: TestClient, style: str, path: str, choice: str) -> None:
     # Where calls are alternatives of one schema, one that nothing fulfils is simply none of them.
     for place, (schema, where, word) in zip((7, 0, 3, 1, 2), BAD if style == "hermes" else BAD[:4], strict=False):

@@ -216,6 +216,7 @@ def test_adapters_of_each_expert_are_those_of_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "glm4-moe"])
 @pytest.mark.parametrize("ranks", [(4, 2), (2, 4), (3, 2), (2, 2)])
+@pytest.mark.covering
 def test_parameters_of_experts_with_ranks_of_their_own(tmp_path: Path, name: str, ranks: tuple[int, int]) -> None:
     """As PEFT 0.21 stores `gate_proj`, `up_proj` and `down_proj` of `target_modules`: with twice the rank and alpha
     where two matrices are one parameter. Which pair lies outside may be either."""

@@ -141,6 +141,7 @@ def test_what_cannot_be_spread(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["dense", "groups", "blocks"])
 @pytest.mark.parametrize("name", ["fp8 block", "fp8 tensor", "awq", "gptq", "compressed int4"])
 @pytest.mark.parametrize("kind", SOME)
+@pytest.mark.covering
 def test_quantised_weights(tmp_path: Path, kind: str, name: str, form: str) -> None:
     """Of some matrices only: those that share a GEMM with others may be stored in another way."""
     config, write = tiny.FORMATS[name]

@@ -54,6 +54,7 @@ def shown(folder: Path, tower: Tower, *sizes: tuple[int, int], text: tuple[int, 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("size", PICTURES)
+@pytest.mark.covering
 def test_features_are_transformers(kind: str, folder: Path, tower: Tower, size: tuple[int, int]) -> None:
     images = shown(folder, tower, size)
     rows = torch.cat([tower.features(torch.from_numpy(image.pixels.copy()), image.tokens) for image in images])

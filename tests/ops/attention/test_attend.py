@@ -47,6 +47,7 @@ def backend(request: pytest.FixtureRequest) -> MakeBackend:
 )
 @pytest.mark.further(nodes=64, dtype=torch.float32)
 @pytest.mark.further(backend="torch", nodes=64, shape=SHAPES[1:])
+@pytest.mark.covering("backend")
 def test_trees_equal_brute_force(
     backend: MakeBackend, shape: tuple[int, int, int], nodes: int, rows: int, dtype: torch.dtype
 ) -> None:
@@ -299,6 +300,7 @@ def test_memory_does_not_grow_with_what_comes() -> None:
 @pytest.mark.parametrize("nodes", [1, 3])
 @pytest.mark.further(nodes=1, dtype=torch.bfloat16)
 @pytest.mark.further(nodes=3, dtype=torch.float32, shape=(8, 2, 256))
+@pytest.mark.covering
 def test_long_rows_equal_brute_force(nodes: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Chunks are fetched in one piece where their slots lie one after the other. A row of 13 chunks beside one of
     three, wherever their slots are, in one thread and in several."""

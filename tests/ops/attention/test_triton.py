@@ -119,6 +119,7 @@ def test_bits_where_tiles_cut_groups(heads: tuple[int, int], nodes: int, device:
 
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("dim, slices", [(80, 4), (64, 2)])
+@pytest.mark.covering
 def test_programs_share_a_merge(dim: int, slices: int, lanes: int, device: torch.device) -> None:
     """Behind long page tables each has some elements of values; the bits are those of one program."""
     case = make_case([37, 239, 0], 6, device, (4, 1), dim=dim)
@@ -607,6 +608,7 @@ def test_turned_keys_in_fp8(device: torch.device) -> None:
 @pytest.mark.parametrize("values", [0, 32])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("nodes", [1, 5])
+@pytest.mark.covering
 def test_trees_over_fp8(nodes: int, exact: bool, values: int, device: torch.device) -> None:
     dim = 48 if values else 32
     case, held = in_fp8(make_case([37, 130, 0], nodes, device, (4, 2), dim, torch.bfloat16, values=values))

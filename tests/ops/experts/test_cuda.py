@@ -269,6 +269,7 @@ def check(
 @pytest.mark.parametrize("depth", [192, 704])  # fewer chunks than shares; one chunk for some, two for others
 @pytest.mark.parametrize("rows", [1, 5, 23])
 @pytest.mark.parametrize("kind", ["plain", "silu"])
+@pytest.mark.covering("layout")
 def test_bits_are_those_of_the_expert_alone(run: Host, layout: Layout, kind: str, rows: int, depth: int) -> None:
     check(run, layout, kind, rows, depth)
     if kind == "plain":
@@ -304,6 +305,7 @@ def stream(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.further(stream=STREAMS[1:3] + STREAMS[4:])
 @pytest.mark.parametrize("rows", [1, 9, 23])  # 9: a tile of one pair more than half
 @pytest.mark.parametrize("kind", ["plain", "silu"])
+@pytest.mark.covering("stream")
 def test_streams_have_the_bits_of_the_expert_alone(stream: tuple[Layout, Host], kind: str, rows: int) -> None:
     layout, run = stream
     cut = run.cuts[kind, 8]

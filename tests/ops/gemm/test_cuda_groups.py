@@ -258,6 +258,7 @@ def test_unpacking(run: Host, width: Width) -> None:
 @pytest.mark.further(kind="add", depth=1152)
 @pytest.mark.parametrize("depth", [64, 704, 1152])  # one chunk, two for some shares, two or three for all
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
+@pytest.mark.covering("width")
 def test_bits_are_those_of_the_dequantised_matrix(run: Host, width: Width, kind: str, depth: int) -> None:
     packed = pack(quantized(width, 96, depth, *LAYOUTS[width][-1]), torch.bfloat16, "cpu")
     if depth == 64 and packed.shift != width.shift:

@@ -290,6 +290,7 @@ def run_dense(tmp_path_factory: pytest.TempPathFactory) -> DenseHost:
 @on_host
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
 @pytest.mark.parametrize("rows, columns, ranges", [(96, 768, 2), (176, 640, 1), (64, 1024, 4)])
+@pytest.mark.covering
 def test_dense_against_float64(run_dense: DenseHost, rows: int, columns: int, ranges: int, kind: str) -> None:
     """Rows of x have the same bits in any batch, whatever a block takes."""
     weight, x, bias = random(rows, columns, seed=1), random(150, columns, seed=2), random(rows, seed=3)
@@ -565,6 +566,7 @@ def host_weight(rows: int, columns: int) -> Fp8Blocks:
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
 @pytest.mark.parametrize("rows, columns", [(96, 1152), (288, 640), (32, 128), pytest.param(352, 1024, marks=LONG)])
 @pytest.mark.parametrize("clusters", [(2, 4, 8), (1, 1, 1), (32, 66, 132)])
+@pytest.mark.covering
 def test_against_float64(run: Host, rows: int, columns: int, kind: str, clusters: tuple[int, int, int]) -> None:
     """Rows of x have the same bits in any batch, whatever a block takes."""
     weight, x, bias = host_weight(rows, columns), random(150, columns, seed=2), random(rows, seed=3)

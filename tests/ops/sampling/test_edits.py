@@ -94,6 +94,7 @@ def made(dtype: torch.dtype, rows: int, seed: int = 0) -> Tensor:
 @pytest.mark.slower(dtype=torch.float16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("mapped", "nodes"), [(False, 3), (True, 1)])
+@pytest.mark.covering("ops")
 def test_logits_are_edited_by_the_text(ops: TorchOps, dtype: torch.dtype, mapped: bool, nodes: int) -> None:
     case = DraftCase(ops, mapped)
     logits = made(dtype, 6 * nodes)

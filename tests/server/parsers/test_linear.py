@@ -108,6 +108,7 @@ def work(kind: str, text: str, size: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 7])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.covering
 def test_the_work_grows_as_the_text_does(case: str, size: int) -> None:
     kind, text = CASES[case]
     once, twice = (work(kind, text(n), size) for n in (400, 800))
