@@ -396,3 +396,22 @@ def test_a_head_that_is_worse_than_the_models_drafts_no_more(
     mine = [0, 1, 2, 4, 5]  # each fourth request has the model's head
     assert steps(first, mine) > 1.1 * steps(expected, mine)
     assert found == expected and "is accepted less often" in caplog.text
+
+
+def test_the_models_head_is_swapped_beneath_them(bench: Bench) -> None:
+    """As `--learn` does: rows of other adapters draft with the new one, and an adapter's own adds to that."""
+    adapters = [f"own={bench.own}", f"plain={bench.plain}"]
+    worse, right = (Path(one["speculative_draft_model_path"]) for one in (bench.worse, bench.drafts))
+    with LLM(**options(bench, lora_modules=adapters)) as llm:
+        before = {name: counted(llm, bench, name) for name in ("own", "plain")}
+        llm.engine.swap_draft(right)
+        counted(llm, bench, "own")
+        llm.engine.swap_draft(worse)
+        assert llm.engine.flush_cache()
+        assert {name: counted(llm, bench, name) for name in ("own", "plain")} == before
+        llm.engine.swap_draft(right)
+        assert llm.engine.flush_cache()
+        swapped = {name: counted(llm, bench, name) for name in ("own", "plain")}
+    with LLM(**options(bench, lora_modules=adapters, **bench.drafts)) as llm:
+        assert swapped == {name: counted(llm, bench, name) for name in ("own", "plain")}
+    assert swapped != before
