@@ -21,7 +21,8 @@ from tiny_adapters import merged, write_adapter
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM
-from draftwing.config.trees import TreeShape
+from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import DraftDeferral
 from draftwing.engine.graphs import RecordedStages
 from draftwing.errors import CheckpointError
 from draftwing.layers.linear_ops.blocks import BlockFormat
@@ -34,7 +35,7 @@ from draftwing.ops import make_ops
 from draftwing.sched.own_heads import OwnHeads
 from draftwing.sched.policy.shape_policy import FixedShape
 from draftwing.spec.build import make_model_drafter
-from draftwing.train.heads import new_eagle3_head
+from draftwing.train.heads import new_eagle3_head, new_eagle_head, new_mtp_head
 
 NAMES = [None, "own", "plain", "own", None, "own"]
 SHAPE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
@@ -415,3 +416,51 @@ def test_the_models_head_is_swapped_beneath_them(bench: Bench) -> None:
     with LLM(**options(bench, lora_modules=adapters, **bench.drafts)) as llm:
         assert swapped == {name: counted(llm, bench, name) for name in ("own", "plain")}
     assert swapped != before
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chunks": {"chunk": 5, "lag": 1},
+    "steps that do not draft": {"policy": (CHAIN, PLAIN, PLAIN), "lag": 1},
+    "prompts that are seen later": {"policy": (CHAIN, PLAIN), "chunk": 7, "deferral": DraftDeferral(48, 12)},
+    "cached prefixes": {"radix": True},
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("kind", ["EAGLE3", pytest.param("EAGLE", marks=pytest.mark.exhaustive),
+                                  pytest.param("MTP", marks=pytest.mark.exhaustive)])  # fmt: skip
+def test_drafts_are_those_of_the_merged_head(on_cpu: Any, kind: str, how: str) -> None:
+    """Of heads that attend to all of the text: keys and values of prompts, of accepted paths and of what was seen later
+    are made with the factors."""
+    found = []
+    for spoilt in (True, False):
+        model, device = tiny_model(seed=2), torch.device("cpu")
+        make = {"EAGLE3": lambda one: new_eagle3_head(one, None, (1, 2), seed=3),
+                "EAGLE": lambda one: new_eagle_head(one, seed=3), "MTP": lambda one: new_mtp_head(one, 3)}  # fmt: skip
+        head = make[kind](model).eval().requires_grad_(False)
+        factors = factors_for(head, strength=0.5)
+        if spoilt:
+            spoil(head, factors)
+        drafter: Any = make_model_drafter(head, 5, CHAIN.topk, torch.float32, make_ops(device))
+        more = {"radix": False, "rows": 4, **WAYS[how]}
+        more["policy"] = on_cpu.Cycle(*more["policy"]) if "policy" in more else FixedShape(CHAIN)
+        heads = (factors,) if spoilt else ()
+        rig = on_cpu.Rig(model, drafter=drafter, adapters=adapters_for(model, (3,)), heads=heads, **more)
+        drafts: dict[tuple[int, ...], list[int]] = {}  # by the text that they go on
+        propose = drafter.propose
+
+        def noted(step: Any, propose: Any = propose, drafts: Any = drafts) -> Any:
+            draft, table = propose(step), step.table
+            for row, tokens in zip(step.rows.tolist(), draft.tokens.tolist(), strict=True):
+                drafts[tuple(table.tokens[row, : table.kv_len[row] + 1].tolist())] = tokens
+            return draft
+
+        drafter.propose = noted
+        prompts = on_cpu.prompts_for(5, seed=3, longest=20)
+        for prompt in (*prompts, prompts[0] + [5], prompts[1] + [6]):
+            rig.submit(str(len(drafts)) + str(prompt), prompt, on_cpu.greedy(16), adapter=1, head=len(heads), salt=1)
+            rig.run() if how == "cached prefixes" else None
+        rig.run()
+        found.append(drafts)
+    both = found[0].keys() & found[1].keys()  # the clock has a say in who is in a step that drafts
+    assert len(both) > 10 and all(found[0][text] == found[1][text] for text in both)
