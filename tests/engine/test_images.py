@@ -245,8 +245,11 @@ def _next_layer(model: DecoderModel, ops: TorchOps) -> Any:
 
 @pytest.mark.further(folder=OTHERS)
 def test_preemption(case: Any) -> None:
+    """Whoever goes on afterwards has the features that are there: the tower reads no picture again."""
     rig, _ = answer(case, shapes=(TREE,), slots=90, chunk=8)
     assert rig.sched.retractions >= 1
+    digests = {image.digest for _, images in case[2] for image in images}
+    assert rig.executor._images is not None and rig.executor._images.runs == len(digests)
 
 
 def watched(rig: Rig) -> list[str]:
