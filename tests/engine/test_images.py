@@ -120,6 +120,7 @@ def test_log_probabilities_of_prompts_are_transformers(case: Any, folder: Path) 
 @pytest.mark.further(folder=OTHERS, chunk=[1, 64])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.further(folder="smolvlm")
+@pytest.mark.covering
 def test_disturbed_drafts_and_chunks_that_begin_inside_images(case: Any, chunk: int) -> None:
     rig, _ = answer(case, shapes=(TREE,), miss=2, chunk=chunk)
     assert rig.accept_length > 1.5

@@ -70,6 +70,7 @@ def random_calibration(device: torch.device, seed: int) -> Calibration:
 
 @pytest.mark.further(ops="triton", one=[2, 8, 33])
 @pytest.mark.parametrize(("one", "two", "nodes", "depth"), SIZES)
+@pytest.mark.covering("ops")
 def test_the_best_of_both(ops: TorchOps, one: int, two: int, nodes: int, depth: int) -> None:
     rng = random.Random(one * two + nodes)
     both = cut = 0

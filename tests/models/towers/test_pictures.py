@@ -92,10 +92,12 @@ def compare_positions(kind: str, ids: list[int], images: Sequence[RequestImage])
 
 @pytest.mark.further(name=OTHERS)
 @pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.covering
 def test_each_kind(family: Any, name: str) -> None:
     check(family, [name])
 
 
 @pytest.mark.parametrize("names", AT_ONCE, ids=["two", "five"])
+@pytest.mark.covering
 def test_several_in_a_prompt(family: Any, names: list[str]) -> None:
     check(family, names)

@@ -138,6 +138,7 @@ class Text:
 @pytest.mark.further(ops="triton", name=["longer than all", "sinks", "window 1", "window 40", "all"])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.covering("ops")
 def test_equal_brute_force(name: str, exact: bool, ops: TorchOps) -> None:
     text = Text(ops, KINDS[name], exact=exact)
     tree, close = text.tree(PREFIXES).double(), dict(atol=2e-5, rtol=1e-4)

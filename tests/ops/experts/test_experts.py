@@ -159,6 +159,7 @@ def test_scattered_rows_choose_at_random(ops: TorchOps, sigmoid: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 70, 1500])
 @pytest.mark.further(ops="triton", rows=70)
+@pytest.mark.covering("ops")
 def test_experts_of_other_ranks_are_left_out(
     ops: TorchOps, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
