@@ -176,6 +176,21 @@ def test_factors_for_an_adapter(bench: Bench, run: Path) -> None:
     assert abs(length[own, "own"] - accept(out)) < 0.15, "of one request in four the model's head drafts"
 
 
+def test_a_head_is_judged_without_the_adapters_own(bench: Bench, short: list[str], short_run: Path) -> None:
+    """Which may be beside a head of another kind, and else would draft for the adapter's rows."""
+    target, adapter = Path(bench.target), write_adapter(bench.folder / "again", Path(bench.target), 1, strength=0.3)
+    more = [*short, "--adapter", f"own={adapter}", "--init-head", str(short_run / "head")]
+    folder, judged = adapter / "draft_head", []
+    for shapes in ({"layers.9.self_attn.q_proj": (8, 8)}, {"fc": tuple(weights(short_run)["fc.weight"].shape)}, None):
+        shutil.rmtree(folder, ignore_errors=True)
+        if shapes is not None:
+            write_adapter(folder, target, 3, 4, [name.rpartition(".")[2] for name in shapes], 9.0, shapes=shapes)
+        out = bench.train("judged", *more)
+        judged.append((accept(out), accept(out, temperature=1.0)))
+        (out / "eval.json").unlink()
+    assert judged[0] == judged[1] == judged[2] and judged[0][0] > 1, judged
+
+
 @pytest.mark.further(algorithm=["EAGLE", "MTP"])
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MTP"])
 def test_acceptance_rises(bench: Bench, run: Path, algorithm: str) -> None:

@@ -314,7 +314,8 @@ class Run:
             "random_seed": self.settings.seed, "speculative_algorithm": NO_DRAFTER.name, "quantization": "none"
         }  # fmt: skip
         if self.settings.adapter is not None:
-            defaults |= {"lora_modules": (self.settings.adapter,), "max_loras": 1}
+            # Its own draft head would draft in place of the one that is judged, and may be beside another kind.
+            defaults |= {"lora_modules": (self.settings.adapter,), "max_loras": 1, "max_lora_head_rank": 0}
         return {**defaults, **self.options, **more}
 
     def command(self) -> str:
