@@ -1,11 +1,12 @@
 """Whether adapters' own draft heads are better than the model's head, by the requests that have them.
 
-Until it is known, some requests of an adapter have the model's head. So both are judged by the same traffic, whatever
-else changes meanwhile."""
+Until it is known, some requests of an adapter have the model's head, one of each few, by chance: requests of different
+kinds may come in turn. So both are judged by the same traffic, whatever else changes meanwhile."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ class Request(NamedTuple):
 class _Trial:
     """What is known of one head."""
 
-    given: int = 0  # requests that began
+    turns: list[bool] = field(default_factory=list)  # of the next requests, the last one first
     own: list[Request] = field(default_factory=list)
     model: list[Request] = field(default_factory=list)
     better: bool | None = None  # None: nobody knows yet
@@ -40,12 +41,17 @@ class OwnHeads:
 
     def __init__(self) -> None:
         self._trials: OrderedDict[str, _Trial] = OrderedDict()  # by key: of an adapter and its head
+        self._random = random.Random(0)
 
     def next(self, key: str) -> bool:
         """Returns whether the next request with the adapter drafts with its own head. key: of both."""
         trial = self._of(key)
-        trial.given += 1
-        return bool(trial.given % TURNS) if trial.better is None else trial.better
+        if trial.better is not None:
+            return trial.better
+        if not trial.turns:
+            trial.turns = [True] * TURNS
+            trial.turns[self._random.randrange(TURNS)] = False
+        return trial.turns.pop()
 
     def ended(self, key: str, own: bool, drafts: int, steps: int) -> bool | None:
         """Notes a request that had the adapter's own head, or the model's. drafts: that were accepted.  steps: in which
