@@ -399,6 +399,26 @@ def test_a_head_that_is_worse_than_the_models_drafts_no_more(
     assert found == expected and "is accepted less often" in caplog.text
 
 
+def test_a_swap_of_the_models_head_begins_a_new_trial(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An adapter's own head that was better than the model's may be worse than the new one."""
+    monkeypatch.undo()
+    without = tmp_path / "without"
+    shutil.copytree(bench.own, without, ignore=lambda *_: ["draft_head"])
+    with LLM(**options(bench, lora_modules=[f"without={without}"], **bench.drafts)) as llm:
+        expected = counted(llm, bench, "without")
+    with LLM(**options(bench, lora_modules=[f"own={bench.own}"])) as llm:
+        for _ in range(14):
+            counted(llm, bench, "own")
+        assert "is accepted less often" not in caplog.text
+        llm.engine.swap_draft(Path(bench.drafts["speculative_draft_model_path"]))
+        for _ in range(14):
+            counted(llm, bench, "own")
+        assert llm.engine.flush_cache()
+        assert counted(llm, bench, "own") == expected and "is accepted less often" in caplog.text
+
+
 def test_the_models_head_is_swapped_beneath_them(bench: Bench) -> None:
     """As `--learn` does: rows of other adapters draft with the new one, and an adapter's own adds to that."""
     adapters = [f"own={bench.own}", f"plain={bench.plain}"]

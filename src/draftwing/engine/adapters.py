@@ -181,6 +181,12 @@ class EngineAdapters:
         self._has_slot[req.uid] = key, own
         return True
 
+    def judge_anew(self) -> None:
+        """Forgets which draft heads are better, for the model's is another one now: what runs says nothing of that."""
+        with self._lock:
+            self._judged = OwnHeads()
+            self._has_slot = dict.fromkeys(self._has_slot, ("", False))
+
     def _judge(self, key: str, own: bool, meta: Mapping[str, Any]) -> None:
         """Learns of a request that has ended how good its draft head is."""
         counts = meta.get("spec_num_correct_drafts", 0), meta.get("spec_verify_ct", 0)

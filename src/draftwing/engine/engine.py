@@ -439,6 +439,7 @@ class Engine:
         number, folder = self._next_head.pop()
         self.parts.executor.run_on_all_ranks(Executor.take_head, number)
         self.parts.sched.choice.policy.forget()
+        self._adapters.judge_anew()
         log.info("drafts come from %s now", "the first head" if folder is None else f"the head in {folder}")
 
     def _turn(self) -> None:
