@@ -321,14 +321,14 @@ class Swapped:
 
     def turn(self, found):
         self.time += 0.2
-        self.own.ended(found.final.keys() - self.ended)
+        self.own.ended({uid: found.final[uid].meta for uid in found.final.keys() - self.ended})
         self.ended |= found.final.keys()
         while (req := self.own.next()) is not None:
             self.rig.sched.submit(req)
 
     def check_idle(self):
         """Each slot can be had once more."""
-        self.own.ended([out.uid for out in self.rig.sched.take_outputs()])  # of who was aborted last
+        self.own.ended({out.uid: out.meta for out in self.rig.sched.take_outputs()})  # of who was aborted last
         assert len(self.own) == 0
         for slot in range(self.slots):
             adapter = replace(self.adapters[0], digest=f"another {slot}")
