@@ -331,6 +331,19 @@ def test_llama4_has_its_chunks_and_scales(tmp_path: Path) -> None:
     assert found.ropes[1] == folder.ropes[1]
 
 
+@pytest.mark.parametrize("family", ["cohere2", "olmo3", "mellum"])
+def test_windows_are_named(family: str, tmp_path: Path) -> None:
+    """A file without them is damaged: with none at all its layers would see more than they learnt to."""
+    reference = random_reference(family, **UNSAID.get(family, {}))
+    state = {name: value for name, value in reference.state_dict().items() if name != "lm_head.weight"}
+    write(tmp_path / "m.gguf", reference.config, state, *IN_FILES[family])
+    file = open_gguf(tmp_path / "m.gguf")
+    assert any(layer.mixer.window for layer in model_config(file).layers)
+    del file.metadata[f"{IN_FILES[family][0]}.attention.sliding_window"]
+    with pytest.raises(CheckpointError, match=r"attention\.sliding_window"):
+        model_config(file)
+
+
 def test_norms_for_each_head_are_refused(tmp_path: Path) -> None:
     reference = random_reference("stablelm")
     write(tmp_path / "m.gguf", reference.config, reference.state_dict(), "stablelm", False)

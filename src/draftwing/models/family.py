@@ -115,7 +115,8 @@ class InGGUF:
     names: of tensors of a block, besides those that
     all have, with what they are called in a folder; top_names: of other tensors.  experts: None where no file speaks of
     any.  fields: makes metadata of what layers have in common.  layers: makes so many of the metadata as they are in
-    the file and of what layers have in common.  own_windows: whether that reads of windows, too.
+    the file and of what layers have in common.  own_windows: whether that reads of windows, too.  windowless: whether
+    a file that says of no window has none.
     encoder: makes what an encoder has beside its layers.  next_norm: the part of a block that is the first norm of the
     next one.  assistant: the architecture of its assistants.
     theta: of the rotary embedding where a file has none.  scalar: of attention, by itself, the hidden size and the
@@ -134,6 +135,7 @@ class InGGUF:
     fields: Callable[[Fields], Fields] | None = None
     layers: Callable[[GGUFFile, Fields, LayerConfig, int], tuple[LayerConfig, ...]] | None = None
     own_windows: bool = False
+    windowless: bool = False
     encoder: Callable[[GGUFFile, Fields], EncoderConfig] | None = None
     next_norm: str = ""
     assistant: str = ""

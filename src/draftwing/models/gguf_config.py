@@ -247,9 +247,9 @@ def _windows(fields: Fields, layers: int, family: Family, positions: int) -> tup
         if 0 < window < positions:
             raise fields.unlike("attention.sliding_window", f"none, or at least {positions}")
         return ()
-    window = fields.whole("attention.sliding_window", 0, 2**40, 0)
-    if not window:
+    if family.gguf is not None and family.gguf.windowless and not fields.has("attention.sliding_window"):
         return ()
+    window = fields.whole("attention.sliding_window", 1, 2**40)
     pattern = fields.get("attention.sliding_window_pattern")
     if isinstance(pattern, np.ndarray) and pattern.dtype == bool and len(pattern) >= layers:
         return tuple(window * int(one) for one in pattern[:layers])

@@ -106,6 +106,6 @@ FAMILIES = {
         out_norms=True,
         keys=_keys,
         wholes={"Exaone4_5_ForConditionalGeneration": Whole("exaone4_5", {})},
-        gguf=InGGUF("exaone4"),
+        gguf=InGGUF("exaone4", windowless=True),
     ),
 }

@@ -73,6 +73,6 @@ FAMILIES = {
         attention_scalar=256,
         soft_cap=True,
         wholes={"Gemma3ForConditionalGeneration": Whole("gemma3", _SIZES, tower=mean_tower)},
-        gguf=InGGUF("gemma3", scalar=_scalar),
+        gguf=InGGUF("gemma3", scalar=_scalar, windowless=True),
     ),
 }
