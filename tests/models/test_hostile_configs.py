@@ -253,7 +253,7 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str, part: int) -> None:
         file = open_gguf(moe_models.write_gguf(tmp_path / "m.gguf", latent.config, latent.state_dict()))
     elif arch == "bert":
         file = open_gguf(tiny_encoder.write_gguf(tiny_encoder.write_encoder(tmp_path / "model")))
-    elif arch in ("minicpm3", "afmoe", "mellum"):
+    elif arch in ("minicpm3", "afmoe", "mellum", "mistral4"):
         latent = random_reference(arch, **UNSAID.get(arch, {}))
         write_family(tmp_path / "m.gguf", latent.config, latent.state_dict(), arch, False)
         file = open_gguf(tmp_path / "m.gguf")
