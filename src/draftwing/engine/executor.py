@@ -92,26 +92,17 @@ class Executor:
         self.prefills = self.target.prefills
         self._images: ImageFeatures | None = None
         if model.tower is not None:
-            in_axes, heads = (
-                any(rope.sections for rope in model.config.ropes),
-                drafter is not None and drafter.lookahead > 0,
-            )
+            in_axes = any(rope.sections for rope in model.config.ropes)
+            heads = drafter is not None and drafter.lookahead > 0
             self._images = ImageFeatures(model.tower, in_axes, table.rows + 1, device, model.config.products, heads)
             table.shift = self._images.shift
         self._backlog: DraftKVBacklog | None = None
         if drafter is not None and drafter.kv_layers:
             width = len(self.aux_layers) * model.config.hidden_size
             self._backlog = DraftKVBacklog(
-                drafter,
-                table,
-                self.ops,
-                width,
-                model.dtype,
-                deferral,
-                batch_sizes(graph_size),
-                attn.pool.slots,
+                drafter, table, self.ops, width, model.dtype, deferral, batch_sizes(graph_size), attn.pool.slots,
                 self._images,
-            )
+            )  # fmt: skip
         self._tail = drafter.tail if drafter is not None else 0
         self._batches = Batches(table, device.ops)
         self.calibration = new_calibration(device.device, None if simulation is None else simulation.share)
