@@ -83,7 +83,7 @@ def write(
         writer.add_expert_used_count(2)
         if arch == "qwen3moe":
             writer.add_expert_feed_forward_length(FFN)
-    if arch in ("cohere2", "gemma3", "gpt-oss"):
+    if arch in ("cohere2", "exaone-moe", "gemma3", "gpt-oss"):
         writer.add_sliding_window(7)
     if edit is not None:
         edit(writer)
