@@ -346,6 +346,50 @@ def test_heads_come_and_go_with_their_adapters(bench: Bench, tmp_path: Path) -> 
         assert counted(llm, bench, "own") == good
 
 
+@pytest.mark.parametrize("slots", [1, 4])
+def test_names_of_one_adapter_have_each_its_own_head(bench: Bench, tmp_path: Path, slots: int) -> None:
+    """Whichever was loaded last, and with one slot for all of them."""
+    folders = {name: tmp_path / name for name in ("good", "bad", "none")}
+    for name, folder in folders.items():
+        shutil.copytree(bench.own, folder, ignore=None if name == "good" else lambda *_: ["draft_head"])
+    negated(bench.own / "draft_head", folders["bad"] / "draft_head")
+    expected = {}
+    for name, folder in folders.items():
+        with LLM(**options(bench, lora_modules=[f"{name}={folder}"], max_lora_head_rank=5)) as llm:
+            expected[name] = counted(llm, bench, name)
+    every = [*range(len(bench.prompts))]
+    assert steps(expected["good"], every) < 0.9 * steps(expected["none"], every) < steps(expected["bad"], every)
+    with LLM(**options(bench, lora_modules=[f"none={folders['none']}"], max_lora_head_rank=5, max_loras=slots)) as llm:
+        for name in ("good", "bad"):
+            llm.load_adapter(name, folders[name])
+        for name in ("good", "none", "bad", "good", "none"):
+            assert counted(llm, bench, name) == expected[name], name
+        assert llm.engine.stats()["adapter_loads"] == 1, "the adapter itself is one"
+
+
+def test_no_head_reads_what_another_has_cached(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While both are tried, and behind it: a request finds its prompt cached as its own head left it."""
+    prompts = [[*prompt, *prompt[:5], *prompt] for prompt in bench.prompts]
+    params = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.0}
+
+    def right(llm: LLM, own: bool) -> Counts:
+        monkeypatch.setattr(OwnHeads, "next", lambda self, key: own)
+        metas = [one.meta_info for one in llm.generate(prompts, params, adapter="own")]
+        return [(m["spec_num_correct_drafts"], m["spec_verify_ct"]) for m in metas]
+
+    expected = {}
+    for own in (True, False):
+        with LLM(**options(bench, lora_modules=[f"own={bench.own}"])) as llm:
+            expected[own] = right(llm, own)
+    assert expected[True] != expected[False]
+    for first in (True, False):
+        with LLM(**options(bench, lora_modules=[f"own={bench.own}"])) as llm:
+            for own in (first, not first, first, not first):
+                assert right(llm, own) == expected[own], (first, own)
+            hits = llm.generate(prompts[:1], params, adapter="own")[0].meta_info["cached_tokens"]
+            assert hits > len(prompts[0]) // 2
+
+
 def test_a_wrong_head_is_refused_in_words(bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "own"
     shutil.copytree(bench.own, folder)
@@ -392,7 +436,6 @@ def test_a_head_that_is_worse_than_the_models_drafts_no_more(
         first = counted(llm, bench, "own")
         for _ in range(14):
             counted(llm, bench, "own")
-        assert llm.engine.flush_cache()  # the draft's keys and values of prefixes are those of the head that made them
         found = counted(llm, bench, "own")
     every = [*range(len(first))]  # of each four requests one has the model's head
     assert steps(first, every) > 1.1 * steps(expected, every)

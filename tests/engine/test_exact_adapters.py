@@ -297,7 +297,7 @@ class Swapped:
         self.rig, self.draw, self.time, self.slots = rig, draw, 0.0, slots
         self.adapters, self.ended = [targets.fit(one) for one in adapters], set()
         put, rank = partial(rig.executor.run_on_all_ranks, Executor.put_adapter), max(one.rank for one in adapters)
-        self.own = EngineAdapters(slots, rank, put, lambda slot, head: None, lambda: self.time)
+        self.own = EngineAdapters(slots, rank, put, lambda slot, head: None, lambda asked: 0, lambda: self.time)
 
     def submit(self, uid, prompt, params, which):
         if which == 0:

@@ -1,19 +1,21 @@
 """Adapters (LoRA) on the host: which there are by name, which of them lie in the slots of the device, and who waits.
 
-Slots are given to whoever comes next, the one that was not used for longest first; a slot that a request has is nobody
-else's until that request ends."""
+Draft heads of their own lie in slots of their own, for one adapter may have several: under another name, or since one
+was learnt. What is cached of a request is that of its head, too, so that no head reads what another one has made."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from draftwing.config.adapters import AdapterCard
 from draftwing.errors import ConfigError, NotFound, RequestError
 from draftwing.models.adapters.adapter import Adapter, digest_of, mixture
+from draftwing.requests.request import GenerationRequest
 from draftwing.sched.own_heads import OwnHeads
 from draftwing.sched.req import Req
 
@@ -22,27 +24,70 @@ NOT_SERVED = "adapters are not served: start with --lora-modules or --lora-dir"
 PATIENCE = 2.0  # seconds that a request may wait for a slot before those with adapters that have one wait behind it
 
 
+class Places:
+    """Slots of the device, from 1 on, by what is in them. Whoever comes next gets the one that was not used for
+    longest; a slot that a request has is nobody else's until that request ends."""
+
+    def __init__(self, count: int) -> None:
+        self._held: OrderedDict[str, int] = OrderedDict()  # the one that was taken last at the end
+        self._free = list(range(count, 0, -1))
+        self._users: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        """Returns how many have something in them."""
+        return len(self._held)
+
+    def take(self, what: str) -> tuple[int, bool] | None:
+        """Returns the slot that has this from now on, and whether it is to be filled; None: others are used in all.
+        Each is to `leave` once."""
+        slot, new = self._held.pop(what, None), False
+        if slot is None:
+            slot, new = self._free.pop() if self._free else self._evicted(), True
+        if slot is None:
+            return None
+        self._held[what] = slot
+        self._users[what] += 1
+        return slot, new
+
+    def leave(self, what: str) -> None:
+        self._users[what] -= 1
+        if not self._users[what]:
+            del self._users[what]
+
+    def _evicted(self) -> int | None:
+        unused = next((what for what in self._held if what not in self._users), None)
+        return None if unused is None else self._held.pop(unused)
+
+
+class Given(NamedTuple):
+    """What a request has. adapter: its digest.  head: of the adapter's own that drafts for it, "": the model's.
+    judged: what the adapter's own head is known by, which is judged by this request; "": it is not."""
+
+    adapter: str
+    head: str
+    judged: str
+
+
 class EngineAdapters:
-    """`add`, `remove` and `hold` may come from any thread, all else is the engine's. Without slots none is served."""
+    """`add`, `remove`, `learn` and `hold` may come from any thread, all else is the engine's. Without slots none is
+    served."""
 
     def __init__(
-        self, slots: int, rank: int, put: Callable[[int, Adapter], None],
-        put_head: Callable[[int, Adapter | None], None], clock: Callable[[], float],
+        self, slots: int, rank: int, put: Callable[[int, Adapter], None], put_head: Callable[[int, Adapter], None],
+        salt_of: Callable[[GenerationRequest], int], clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        """rank: that slots have room for.  put: fills a slot of the device, from 1 on.  put_head: does so with the
-        adapter's own draft head alone, whatever runs."""
-        self._served, self._rank, self._put, self._put_head, self._clock = slots > 0, rank, put, put_head, clock
+        """rank: that slots have room for.  put: fills a slot of the device.  put_head: does so with a draft head of an
+        adapter's own, of which there are as many slots.  salt_of: what requests must share to share what is cached."""
+        self._served, self._rank, self._put, self._put_head = slots > 0, rank, put, put_head
+        self._salt_of, self._clock = salt_of, clock
         self._lock = threading.Lock()
         self._named: dict[str, tuple[Adapter, AdapterCard]] = {}
+        self._learnt: dict[str, Adapter] = {}  # draft heads in place of those that came with adapters of these digests
         self._kept: dict[str, Adapter] = {}  # by digest: those with a name, and those of requests
-        self._slots: OrderedDict[str, int] = OrderedDict()  # by digest, the one that was used last at the end
-        self._heads: dict[str, str] = {}  # digests of the draft heads in these
-        self._free = list(range(slots, 0, -1))
+        self._places, self._heads = Places(slots), Places(slots)
         self._users: Counter[str] = Counter()  # requests by digest, that wait or run
-        self._of: dict[str, str] = {}  # digest of the adapter of each such request, by uid
-        self._running: Counter[str] = Counter()  # of these those that have a slot
-        # By uid: what the adapter's own draft head is known by, "" without one, and whether the request has it.
-        self._has_slot: dict[str, tuple[str, bool]] = {}
+        self._of: dict[str, tuple[str, Adapter | None]] = {}  # of each such request, by uid: digest, and its own head
+        self._given: dict[str, Given] = {}  # by uid, to those that run
         self._judged = OwnHeads()
         self._waiting: deque[tuple[float, Req]] = deque()  # with since when
         self.loads = 0  # of slots
@@ -57,9 +102,17 @@ class EngineAdapters:
                     f"the adapter {card.name!r} is there already, and is another one: unload it first, or ask for it "
                     "to be replaced (load_inplace)"
                 )
-            self._named[card.name] = adapter, card
-            self._kept[card.digest] = adapter
+            kept = self._kept.setdefault(card.digest, adapter)  # the same under another name, or before
+            self._named[card.name] = dataclasses.replace(kept, head=adapter.head), card
             self._drop_unused()
+
+    def learn(self, digest: str, head: Adapter | None) -> None:
+        """Has requests to come with an adapter draft with this head, None: with that which came with it. Those that run
+        go on with what they have."""
+        with self._lock:
+            self._learnt.pop(digest, None)
+            if head is not None:
+                self._learnt[digest] = head
 
     def remove(self, name: str) -> None:
         """Forgets a name; requests that have the adapter go on. Raises NotFound."""
@@ -90,7 +143,8 @@ class EngineAdapters:
                         f"start with --max-lora-rank {made.rank}", "lora",
                     )  # fmt: skip
                 self._kept[digest] = made
-            self._of[uid] = digest
+            alone = parts[0][0] if digest == parts[0][0].digest else None
+            self._of[uid] = digest, alone and self._learnt.get(digest, alone.head)
             self._users[digest] += 1
             return digest
 
@@ -103,7 +157,7 @@ class EngineAdapters:
     def stats(self) -> dict[str, Any]:
         if not self._served:
             return {}
-        return {"adapters": len(self._named), "adapters_on_device": len(self._slots), "adapter_loads": self.loads}
+        return {"adapters": len(self._named), "adapters_on_device": len(self._places), "adapter_loads": self.loads}
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -148,62 +202,57 @@ class EngineAdapters:
         """Notes requests that gave out their last output, or never came. requests: by uid, what outputs say of them."""
         with self._lock:
             for uid, meta in requests.items():
-                digest = self._of.pop(uid, None)
-                if digest is None:
+                digest, _ = self._of.pop(uid, ("", None))
+                if not digest:
                     continue
-                if uid in self._has_slot:
-                    self._judge(*self._has_slot.pop(uid), meta)
-                    self._running[digest] -= 1
+                if (given := self._given.pop(uid, None)) is not None:
+                    self._places.leave(digest)
+                    if given.head:
+                        self._heads.leave(given.head)
+                    self._judge(given, meta)
                 self._users[digest] -= 1
                 if not self._users[digest]:
-                    del self._users[digest], self._running[digest]
+                    del self._users[digest]
                     self._drop_unused()
 
     def _give(self, req: Req) -> bool:
-        digest = req.request.adapter_digest
-        adapter = self._kept[digest]
-        if digest not in self._slots:
-            slot = self._free.pop() if self._free else self._evicted()
-            if slot is None:
-                return False
-            self._put(slot, adapter)
+        digest, head = self._of[req.uid]
+        place = self._places.take(digest)
+        if place is None:
+            return False
+        req.adapter, new = place
+        if new:
+            self._put(req.adapter, self._kept[digest])
             self.loads += 1
-            self._slots[digest] = slot
-        elif self._heads[digest] != adapter.head_digest:
-            self._put_head(self._slots[digest], adapter.head)
-        self._heads[digest] = adapter.head_digest
-        self._slots.move_to_end(digest)
-        req.adapter = self._slots[digest]
-        key = f"{digest}/{adapter.head_digest}" if adapter.head is not None else ""
+        req.drafts_as, key = digest, "" if head is None else f"{digest}/{head.digest}"
         own = bool(key) and self._judged.next(key)
-        req.head, req.drafts_as = (req.adapter, key) if own else (0, digest)
-        self._running[digest] += 1
-        self._has_slot[req.uid] = key, own
+        self._given[req.uid] = Given(digest, "", "" if own else key)
+        if own and head is not None and (place := self._heads.take(key)) is not None:
+            req.head, new = place
+            if new:
+                self._put_head(req.head, head)
+            req.drafts_as = key
+            self._given[req.uid] = Given(digest, key, key)
+            if req.salt == self._salt_of(req.request):  # else its client was forgotten meanwhile
+                req.request = req.request._replace(adapter_digest=key)
+                req.salt = self._salt_of(req.request)
         return True
 
     def judge_anew(self) -> None:
         """Forgets which draft heads are better, for the model's is another one now: what runs says nothing of that."""
         with self._lock:
             self._judged = OwnHeads()
-            self._has_slot = dict.fromkeys(self._has_slot, ("", False))
+            self._given = {uid: given._replace(judged="") for uid, given in self._given.items()}
 
-    def _judge(self, key: str, own: bool, meta: Mapping[str, Any]) -> None:
+    def _judge(self, given: Given, meta: Mapping[str, Any]) -> None:
         """Learns of a request that has ended how good its draft head is."""
         counts = meta.get("spec_num_correct_drafts", 0), meta.get("spec_verify_ct", 0)
-        if key and self._judged.ended(key, own, *counts) is False:
-            names = [name for name, (_, card) in self._named.items() if key.startswith(f"{card.digest}/")]
+        if given.judged and self._judged.ended(given.judged, bool(given.head), *counts) is False:
+            names = [name for name, (_, card) in self._named.items() if card.digest == given.adapter]
             log.warning(
                 "the adapters' own draft head of %s is accepted less often than the model's, which drafts in its place",
                 ", ".join(map(repr, names)) or "an adapter that is not loaded any more",
             )  # fmt: skip
-
-    def _evicted(self) -> int | None:
-        """Returns the slot that nobody has used for longest, of those that no request has; None: each has one."""
-        for digest in self._slots:
-            if not self._running[digest]:
-                del self._heads[digest]
-                return self._slots.pop(digest)
-        return None
 
     def _drop_unused(self) -> None:
         named = {card.digest for _, card in self._named.values()}

@@ -146,7 +146,8 @@ class Engine:
         self._adapters = EngineAdapters(
             0 if executor.adapters is None else options.max_loras, options.max_lora_rank or 0,
             partial(executor.run_on_all_ranks, Executor.put_adapter),
-            partial(executor.run_on_all_ranks, Executor.put_head), time.monotonic,
+            partial(executor.run_on_all_ranks, Executor.put_head),
+            lambda request: self._clients.namespaces.of(request), time.monotonic,
         )  # fmt: skip
 
     def _watch(self, plan: Plan, result: StepResult) -> None:

@@ -219,13 +219,12 @@ class Executor:
             self.adapters.put(slot, adapter)
         else:
             self.adapters.fill(slot, arrived)
-        self.put_head(slot, adapter.head)
 
     @torch.inference_mode()
-    def put_head(self, slot: int, head: Adapter | None) -> None:
-        """Has the adapter in a slot draft with a head of its own, also for rows that run; None: it has none."""
-        if self.head_slots is not None:
-            self.head_slots.put(slot, head)
+    def put_head(self, slot: int, head: Adapter) -> None:
+        """Fills a slot of adapters' own draft heads, which no request that runs has."""
+        assert self.head_slots is not None
+        self.head_slots.put(slot, head)
 
     def take_head(self, number: int) -> None:
         """Does as `LoadedHeads.take`."""

@@ -67,11 +67,6 @@ class Adapter:
     head: Adapter | None = field(default=None, compare=False, repr=False)  # of the draft head, for its rows
 
     @property
-    def head_digest(self) -> str:
-        """Returns that of the draft head, "": there is none."""
-        return "" if self.head is None else self.head.digest
-
-    @property
     def rank(self) -> int:
         return max((len(one.down) for one in self.factors.values()), default=1)
 
@@ -318,12 +313,12 @@ class Slots:
                 slots = weights.ranks.new_zeros(rows)
                 ops.adapt(y, x, weights, slots, ops.adapter_plan(slots))
 
-    def put(self, slot: int, adapter: Adapter | None) -> None:
-        """Fills a slot. adapter: that was checked, of a rank that slots have room for; None: one that adds nothing."""
+    def put(self, slot: int, adapter: Adapter) -> None:
+        """Fills a slot. adapter: that was checked, of a rank that slots have room for."""
         groups = self.targets.groups
         for name, weights in self.weights.items():
             weights.clear((slot - 1) * groups[name] + 1, groups[name])
-        for name, factors in () if adapter is None else adapter.factors.items():
+        for name, factors in adapter.factors.items():
             target = self.targets.targets[name]
             if target.slice < 0:
                 continue
