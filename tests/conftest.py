@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import re
+from collections import Counter
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ import pytest
 from changed import Changed
 
 SLOW_FIXTURES = {"smollm2_path", "mended_interpreter"}
-MOST = 2  # cases of a slow test that `make test` runs, where other tests show the same of other cases
+EACH = ("ops",)
+MOST = 1  # cases of a slow test that `make test` runs, where other tests show the same of other cases
+MANY = 1000  # tests behind which the slowest are printed
 THINNED = ("tests/engine", "tests/spec", "tests/train")  # of ops, planted faults in Triton would get through
 # Files that take ten seconds and more beside two others, the longest first.
 LONGEST = (
@@ -69,14 +73,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
         if not any(mark.name == "exhaustive" for mark in call.marks)
         and not any(matches(call.params, params) for params in further)
     ]
-    for mark in metafunc.definition.iter_markers("covering"):
-        few = cover(kept, mark.args)
-        for call in kept:
+    here = [call for call in kept if not call.marks or not any(mark.name == "skipif" for mark in call.marks)]
+    each = next((mark.args for mark in metafunc.definition.iter_markers("covering")), None)
+    if each is None and here and len(here[0]._idlist) > 1 and not may_skip(metafunc):
+        each = tuple(name for name in EACH if name in here[0].params)
+    if each is not None:
+        few = cover(here, each)
+        for call in here:
             if not any(call is one for one in few):
                 call.marks.append(pytest.mark.exhaustive.mark)
-        kept = few
+        kept = [call for call in kept if not any(mark.name == "exhaustive" for mark in call.marks)]
     if "not exhaustive" in metafunc.config.option.markexpr:
         metafunc._calls[:] = kept or metafunc._calls[:1]
+
+
+def may_skip(metafunc: pytest.Metafunc) -> bool:
+    """Whether a test or one of its fixtures, but for those of implementations, skips cases itself."""
+    found = [definitions[-1].func for name, definitions in metafunc._arg2fixturedefs.items() if name not in EACH]
+    functions = [inspect.unwrap(function) for function in (metafunc.function, *found)]
+    return any("skip" in getattr(function, "__code__", may_skip.__code__).co_names for function in functions)
 
 
 def cover(calls: list[Any], each: tuple[str, ...]) -> list[Any]:
@@ -160,6 +175,19 @@ def frozen_module() -> Generator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints which tests took longest, each with all its cases."""
+    seconds = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("[")[0]] += report.duration  # type: ignore[assignment]
+    if len(seconds) > MANY:
+        terminalreporter.write_line(f"the slowest of {len(seconds)} tests, {sum(seconds.values()):.0f} s in all:")
+        for name, taken in seconds.most_common(15):
+            terminalreporter.write_line(f"{taken:6.1f} s {name}")
 
 
 @pytest.hookimpl(trylast=True)

@@ -321,6 +321,7 @@ def test_the_table_has_medians_and_ratios(tmp_path: Path, capsys: pytest.Capture
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive  # stand-ins show the same; test_other_loads has a real server
 @pytest.mark.slow
 def test_two_servers_get_the_same_waves(words: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     beside.main(words("ours", "--peer-args", OURS, "--peer", "peer", real=True), [TINY])

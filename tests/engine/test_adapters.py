@@ -157,7 +157,7 @@ def test_adapters_that_come_and_go_under_load(tmp_path: Path, drafter: str, rank
             alone.append([llm.generate(*one, adapter="x")[0].token_ids for one in zip(prompts, params, strict=True)])
     draw, named, asked, left = random.Random(ranks), dict[str, int](), list[tuple[int, int]](), 0
     with LLM(str(target), **kind, **drafts, tp_size=ranks) as llm:
-        engine, found = llm.engine, [list[int]() for _ in range(60)]
+        engine, found = llm.engine, [list[int]() for _ in range(45)]
         while len(asked) < len(found) or left:
             name, what = draw.choice("uvwxyz"), draw.random()
             if what < 0.1 and name in named:

@@ -460,6 +460,7 @@ def test_a_model_with_recurrent_layers(tmp_path: Path, algorithm: str) -> None:
         engine.parts.sched.check_integrity()
 
 
+@pytest.mark.exhaustive  # as a tiny one
 @pytest.mark.slow
 def test_the_default_model_with_its_head(smollm2_path: Path) -> None:
     with LLM("smollm2", device="cpu", max_total_tokens=2048, replay_interval=2) as llm:

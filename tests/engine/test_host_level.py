@@ -66,7 +66,7 @@ def came_back(engine: Engine) -> int:
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.exhaustive), 0.8])
 def test_an_evicted_conversation_goes_on(model: Path, temperature: float) -> None:
     prompt = tokens(500)
     first = once(model, None, prompt, {"temperature": temperature})
@@ -125,7 +125,7 @@ def test_hybrids_begin_with_a_snapshot(hybrid: Callable[[str], Path], kind: str)
         assert ask(engine, turn)[:2] == (once(hybrid(kind), None, turn).tokens, 256)
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", pytest.param("STANDALONE", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("algorithm", ["EAGLE3", pytest.param("STANDALONE", marks=pytest.mark.exhaustive)])
 def test_drafters_go_on_with_their_keys(model: Path, tmp_path: Path, algorithm: str) -> None:
     """As many drafts are accepted as where the prefix is in the pool."""
     head = model if algorithm == "STANDALONE" else eagle3_head(OF, vocab_size=VOCAB).write(tmp_path / "head")
@@ -143,6 +143,7 @@ def test_drafters_go_on_with_their_keys(model: Path, tmp_path: Path, algorithm: 
     assert found.cached == 448 and found.tokens == expected.tokens == plain.tokens and found.steps == expected.steps
 
 
+@pytest.mark.exhaustive  # as in tests/engine/test_saved_prefixes.py
 @pytest.mark.slow
 def test_a_prediction_layer_s_keys_come_back(hybrid: Callable[[str], Path]) -> None:
     model, prompt = hybrid("qwen3.5"), tokens(300)
@@ -153,6 +154,7 @@ def test_a_prediction_layer_s_keys_come_back(hybrid: Callable[[str], Path]) -> N
             evict(engine)
 
 
+@pytest.mark.exhaustive  # what it meets has tests of its own here
 @pytest.mark.slow
 @pytest.mark.further(drafts={})
 @pytest.mark.further(kind="llama")  # every fourth layer of the other is one of its
@@ -193,14 +195,14 @@ def test_many_at_once_are_preempted(model: Path, hybrid: Callable[[str], Path], 
         assert came_back(engine) >= 256
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3.5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3.5", marks=pytest.mark.exhaustive)])
 def test_a_preempted_request_goes_on_from_the_host(model: Path, hybrid: Callable[[str], Path], kind: str) -> None:
     """Two that grow beyond the pool: the one that has to wait is not prefilled from its first token."""
     of, asked = model if kind == "llama" else hybrid(kind), {str(at): tokens(140, at) for at in range(2)}
     with engine_of(of) as engine:
-        alone = {uid: run(engine, {uid: prompt}, 250)[uid] for uid, prompt in asked.items()}
+        alone = {uid: run(engine, {uid: prompt}, 180)[uid] for uid, prompt in asked.items()}
     with engine_of(of, max_total_tokens=420) as engine:
-        assert run(engine, asked, 250) == alone
+        assert run(engine, asked, 180) == alone
         assert engine.parts.sched.retractions and came_back(engine) >= 64
 
 
@@ -308,7 +310,7 @@ def test_both_levels_have_one_text(model: Path, tmp_path: Path) -> None:
             evict(engine)
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3.5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3.5", marks=pytest.mark.exhaustive)])
 def test_files_are_read_ahead(
     model: Path, hybrid: Callable[[str], Path], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,7 +334,7 @@ def test_files_are_read_ahead(
     assert cached == [(expected, 0), (expected, 448), (expected, 448), (expected, partly)]
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3.5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3.5", marks=pytest.mark.exhaustive)])
 def test_the_disk_gets_what_the_host_has(model: Path, hybrid: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
     """When the pool has evicted it, before the engine had nothing to do."""
     of, prompt = model if kind == "llama" else hybrid(kind), tokens(500)

@@ -160,6 +160,7 @@ def test_published_heads_draft_for_it(
     assert texts(folder, algorithm, "float32", **own, **shape) == plain(folder, "float32")
 
 
+@pytest.mark.exhaustive  # tests/engine/test_exact_states.py and tests/parallel have the parts of it
 @pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next", "qwen4", "lfm2", "nemotron-h-moe", "kimi-linear", "ling3"])
 @pytest.mark.parametrize(
     "kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "qwen4", "lfm2", "nemotron-h-moe", "kimi-linear", "ling3"]

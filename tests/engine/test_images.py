@@ -87,7 +87,7 @@ def answer(case: Any, **how: Any) -> tuple[Rig, Any]:
     return rig, found
 
 
-@pytest.mark.further(folder="smolvlm")
+@pytest.mark.further(folder=OTHERS)  # as log probabilities of all are
 def test_greedy_text_is_transformers(case: Any, folder: Path) -> None:
     """In float32, with drafts."""
     kind, _, prompts, params, _ = case
@@ -119,7 +119,7 @@ def test_log_probabilities_of_prompts_are_transformers(case: Any, folder: Path) 
 
 @pytest.mark.further(folder=OTHERS, chunk=[1, 64])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-@pytest.mark.further(folder="smolvlm")
+@pytest.mark.further(folder=["gemma4", "idefics3", "lfm2-vl", "smolvlm"])
 @pytest.mark.covering
 def test_disturbed_drafts_and_chunks_that_begin_inside_images(case: Any, chunk: int) -> None:
     rig, _ = answer(case, shapes=(TREE,), miss=2, chunk=chunk)
@@ -178,8 +178,8 @@ def test_beside_rows_that_decode(case: Any) -> None:
     assert rig.stats.mixed > 2
 
 
-@pytest.mark.further(folder=["gemma4", "gemma4-mutual", "idefics3", "qwen3-vl", "smolvlm"], mixed=False)
-@pytest.mark.further(folder=["gemma3", "idefics3", "lfm2-vl", "smolvlm"], mixed=True)
+@pytest.mark.further(folder=["gemma4", "gemma4-mutual", "idefics3", "lfm2-vl", "qwen3-vl", "smolvlm"], mixed=False)
+@pytest.mark.further(folder=["gemma3", "gemma4", "idefics3", "lfm2-vl", "smolvlm"], mixed=True)
 @pytest.mark.parametrize("mixed", [False, True])
 def test_prompts_from_graphs(case: Any, mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks that begin inside images, text of others beside them, and beside steps from graphs, too. Where tokens

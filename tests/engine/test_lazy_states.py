@@ -58,6 +58,7 @@ def test_turns_go_on_from_what_was_written_last(harness: Any, case: Any, lag: in
     assert all(end - 3 <= found < end + 1 for found, end in zip(cached, ends, strict=True)), (cached, ends)
 
 
+@pytest.mark.exhaustive  # what it meets has tests of its own here
 @pytest.mark.further(seed=[0, 1, *range(3, 8)])
 @pytest.mark.parametrize("seed", range(8))
 def test_schedules_at_random(harness: Any, case: Any, seed: int) -> None:

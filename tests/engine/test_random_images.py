@@ -106,6 +106,7 @@ def test_heads_that_read_hidden_states(folder: Path, kind: str, seed: int) -> No
     random_load.check(ONE, model, 1000 + seed, shown_to(processor), (drafter,))
 
 
+@pytest.mark.exhaustive  # tests/engine/test_images.py has several answers, too
 @pytest.mark.slow
 @pytest.mark.further(folder=[kind for kind in KINDS if kind != "qwen3.5"])
 @pytest.mark.further(seed=[*range(1, 30)])

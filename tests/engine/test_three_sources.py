@@ -113,6 +113,7 @@ SHAPE = {"speculative_num_steps": 4, "speculative_eagle_topk": 3, "speculative_n
 ASKED = ["What is the capital of France?", "Repeat this exactly: a, b, c, d, e, f, g, a, b, c, d, e, f, g."]
 
 
+@pytest.mark.exhaustive  # as those of a tiny model; and tests/models/heads/test_bundled.py
 @pytest.mark.parametrize(
     "algorithm", ["EAGLE3+NEXTN+SUFFIX", pytest.param("NEXTN+EAGLE", marks=pytest.mark.exhaustive)]
 )

@@ -188,14 +188,14 @@ def picks(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
     for heads, size in ((3, 32), (40, 96), (64, 128)):
         pool = KVPool([KVSpec(1, 64, shared=True, index_size=size)], 400, dtype, torch.device("cpu"))
         chunk = Batch(
-            torch.tensor([0]), NONE, torch.arange(300), torch.arange(1, 301), torch.arange(1, 401).view(1, 400),
-            bound=400, chunks=(ChunkSpan(0, 0, 0, 300),), prefix_len=NONE,
+            torch.tensor([0]), NONE, torch.arange(160), torch.arange(1, 161), torch.arange(1, 401).view(1, 400),
+            bound=400, chunks=(ChunkSpan(0, 0, 0, 160),), prefix_len=NONE,
         )  # fmt: skip
         bound = ops.attention(pool).bind(chunk, 0)
-        bound.write_index(0, made.floats(dtype, 300, size))
-        bound.pick(0, made.floats(dtype, 300, heads, size), made.floats(torch.float32, 300, heads), 70)
-        kept = made.floats(dtype, 300, 1, 64)
-        yield bound.picked(0, made.floats(dtype, 300, 2, 64), kept, kept[..., :40], AttentionKind(scalar=40, values=40))
+        bound.write_index(0, made.floats(dtype, 160, size))
+        bound.pick(0, made.floats(dtype, 160, heads, size), made.floats(torch.float32, 160, heads), 70)
+        kept = made.floats(dtype, 160, 1, 64)
+        yield bound.picked(0, made.floats(dtype, 160, 2, 64), kept, kept[..., :40], AttentionKind(scalar=40, values=40))
 
 
 @case
@@ -267,7 +267,7 @@ def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]
             norms = HeadNorms(
                 made.floats(dtype, dim), made.floats(dtype, dim), 1e-6, values=dim > 100, after=dim == 100
             )
-        spans = [(0, 150), (150, 400)]
+        spans = [(0, 150), (150, 260)]
         batches = [
             (torch.arange(start, end), dict(chunks=(ChunkSpan(0, 0, start, end - start),), prefix_len=NONE))
             for start, end in spans
@@ -277,10 +277,10 @@ def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]
             paths.append([*paths[parent], node])
         path = torch.tensor([[[*own, *[own[-1]] * (4 - len(own))] for own in paths]])
         lengths = torch.tensor([[len(own) for own in paths]])
-        tree = dict(prefix_len=torch.tensor([400]), path=path, path_len=lengths)
-        batches.append((400 + lengths[0] - 1, tree))
+        tree = dict(prefix_len=torch.tensor([260]), path=path, path_len=lengths)
+        batches.append((260 + lengths[0] - 1, tree))
         plain = torch.zeros(1, 1, 1, dtype=torch.int64)
-        batches.append((torch.tensor([400]), dict(prefix_len=torch.tensor([400]), path=plain, path_len=plain[0] + 1)))
+        batches.append((torch.tensor([260]), dict(prefix_len=torch.tensor([260]), path=plain, path_len=plain[0] + 1)))
         for positions, how in batches:
             count = len(positions)
             first = int(positions[0])
@@ -289,7 +289,7 @@ def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]
             qkv = made.floats(dtype, count, heads + 2 * kv_heads, dim, scale=1.5)
             cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)
             yield backend.bind(batch, 0).fused(0, qkv, cos, sin, norms)
-        yield pool.kv[0][1:408]
+        yield pool.kv[0][1:268]
 
 
 @case

@@ -414,7 +414,7 @@ def test_norms_of_state_space_layers(ops: TorchOps, norm: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.further(ops="triton", name=["grouped", "tiled", "even"])  # as the tests above have them
+@pytest.mark.further(ops="triton", name=["grouped", "tiled", "even", "wide"])  # as the tests above have them
 @pytest.mark.further(ops="triton", dtype=[torch.float32, torch.float16])
 @pytest.mark.further(ops="triton", lazy=False)
 @pytest.mark.further(ops="cpu", name="wide")

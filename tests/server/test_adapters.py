@@ -327,6 +327,7 @@ def test_a_pipe_is_not_waited_for(url: str, folder: Path) -> None:
     assert completed(url, "first").status_code == 200
 
 
+@pytest.mark.exhaustive  # as in tests/engine/test_adapters.py, in one process
 def test_a_storm_of_loads_loses_no_slot_and_changes_no_text(url: str, texts: dict[str, str]) -> None:
     stop, wrong = threading.Event(), list[str]()
 

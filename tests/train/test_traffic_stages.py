@@ -136,6 +136,7 @@ def texts_of(served: Served, head: Path, algorithm: str) -> list[list[int]]:
         return [list(answer.token_ids) for answer in llm.generate(learnable.prompts(8, 5), params)]
 
 
+@pytest.mark.exhaustive  # as in test_command.py
 @pytest.mark.further(name="all tokens")
 @pytest.mark.further(name="the target's rows")
 @pytest.mark.parametrize("name", ["own rows", "the target's rows", "all tokens"])

@@ -16,7 +16,7 @@ from scripted import launched
 from tiny_checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.slow
-LINES, KILLS = 150, 3
+LINES, KILLS = 60, 1
 
 
 def begin(client: httpx.Client, url: str, bodies: dict[str, Any]) -> dict[str, Any]:
@@ -27,6 +27,7 @@ def begin(client: httpx.Client, url: str, bodies: dict[str, Any]) -> dict[str, A
     return dict(client.post("/v1/batches", json=asked).json())
 
 
+@pytest.mark.exhaustive  # as in test_batches.py, in one process
 def test_requests_are_answered_beside_100_lines_with_the_text_that_they_have_alone(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "tiny")
     url = "/v1/completions"

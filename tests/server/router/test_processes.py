@@ -46,7 +46,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Texts]:
     return folder, found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def front(expected: tuple[Path, Texts]) -> Iterator[Process]:
     server = Process(expected[0], 0, "--drain-timeout=60")
     try:
