@@ -70,6 +70,11 @@ JAMBA = {
     "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 6, "num_experts_per_tok": 3, "rms_norm_eps": 1e-3,
     "mamba_d_conv": 3, "mamba_dt_rank": 32, "pad_token_id": 0, "mamba_conv_bias": False,
 }  # fmt: skip
+OLMO = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 48,
+    "rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": None}, "pad_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
 NEMOTRON = {
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"], "head_dim": 32,
     "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 32, "n_groups": 2, "conv_kernel": 4,
@@ -144,6 +149,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bamba": ("Bamba", BAMBA),
     "jamba": ("Jamba", JAMBA),
+    "olmo-hybrid": ("OlmoHybrid", OLMO),
+    "olmo-hybrid-turned": (
+        "OlmoHybrid",
+        {
+            **OLMO,
+            "linear_allow_neg_eigval": False,
+            "linear_num_value_heads": 4,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "nemotron-h": ("NemotronH", NEMOTRON),
     "nemotron-h-moe": ("NemotronH", {**NEMOTRON, **NEMOTRON_EXPERTS}),
     "nemotron-h-latent": (
@@ -211,7 +227,22 @@ def reference(kind: str, **overrides: Any) -> Any:
 
 def saved(folder: Path, model: Any) -> Path:
     model.save_pretrained(folder)
+    if model.config.model_type == "olmo_hybrid":
+        file = folder / "model.safetensors"
+        save_file(of_convolutions(load_file(file), model.config), file)
     return folder
+
+
+def of_convolutions(tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The tensors with taps of queries, keys and values apart, as published; transformers writes thirds of them all."""
+    made, keys = dict(tensors), config.linear_num_key_heads * config.linear_key_head_dim
+    sizes = keys, keys, config.linear_num_value_heads * config.linear_value_head_dim
+    for name in tensors:
+        if ".q_conv1d." in name:
+            names = [name.replace(".q_", f".{part}_") for part in "qkv"]
+            joined = torch.cat([tensors[one] for one in names])
+            made |= {one: part.clone() for one, part in zip(names, joined.split(sizes), strict=True)}
+    return made
 
 
 def layer_weights(theirs: Any, seed: int = 5) -> dict[str, Tensor]:

@@ -206,7 +206,7 @@ DELTA = (
     DeltaConfig(DeltaSpec(2, 4, 16, 16, 4)),
     DeltaConfig(DeltaSpec(2, 4, 16, 16, 4, tiled=True)),
     ATTENTION,
-    DeltaConfig(DeltaSpec(2, 2, 16, 32, 4)),
+    DeltaConfig(DeltaSpec(2, 2, 16, 32, 4, corrects=2)),
 )
 _PICKS = IndexConfig(6, 32, 9)
 INDEXED = tuple(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import tiny_quantised as tiny
 import torch
 import transformers
+from hybrid_models import of_convolutions
 from moe_models import by_expert
 from reference.deci import deci
 from safetensors.torch import load_file, save_file
@@ -99,6 +100,8 @@ def written(folder: Path, name: str, changes: Callable[[dict[str, Any]], dict[st
     # As published; of Kimi-K2.5 transformers writes another name than it reads.
     stored = load_file(wide / "model.safetensors").items()
     tensors = {name.replace("language_model.model.blocks.", "language_model.model.layers."): t for name, t in stored}
+    if theirs.config.model_type == "olmo_hybrid":
+        tensors = of_convolutions(tensors, theirs.config)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     if row.stored == "mxfp4":

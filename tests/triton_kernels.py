@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.delta_net.triton import _softplus
 from draftwing.ops.noise.triton import gumbel, position_words, uniform_bits
+from draftwing.ops.triton.common import softplus as _softplus
 
 
 @triton.jit

@@ -29,6 +29,7 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "neox": ("cpu", "blocks", RANKS), "nemotron": ("blocks",),
     "minicpm3": ("cpu", "blocks", RANKS),
     "afmoe": ("cpu", "blocks", RANKS),
+    "laguna": ("cpu", "blocks", RANKS),
     "deci": ("cpu", "blocks"), "phimoe": ("cpu", "blocks", RANKS),
     "hunyuan": ("cpu", "blocks", RANKS), "apertus": ("cpu", "blocks", RANKS), "arcee": ("cpu", "blocks"),
     "llama4": ("cpu", "blocks", RANKS), "llama4-plain": ("cpu",),

@@ -457,6 +457,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "afmoe-defaults": ("Afmoe", {"head_dim": 16, "moe_intermediate_size": 32, "layer_types": MIXED}),
+    "laguna": (
+        "Laguna",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 48,
+            "moe_routed_scaling_factor": 1.5,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "gating": "per-element",
+            "layer_types": MIXED,
+            "sliding_window": 20,
+            "num_attention_heads_per_layer": [4, 8, 4],
+            "rope_parameters": {"full_attention": {**YARN, "partial_rotary_factor": 0.5}, "sliding_attention": PLAIN},
+        },
+    ),
+    "laguna-defaults": (
+        "Laguna",
+        {
+            "head_dim": 16,
+            "num_experts": 12,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "layer_types": MIXED,
+        },
+    ),
     "hunyuan-v3": (
         "HYV3",
         {
@@ -792,6 +816,7 @@ OF_RANKS = [
     "ling2",
     "llama4",
     "afmoe",
+    "laguna",
     "olmo2",
     "olmoe",
     "gpt-oss",

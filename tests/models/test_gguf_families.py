@@ -33,6 +33,7 @@ IN_FILES = {
     "glm4": ("glm4", False), "ernie4.5": ("ernie4_5", False), "seed-oss": ("seed_oss", False),
     "granite": ("granite", True), "qwen2-moe": ("qwen2moe", False), "olmoe": ("olmoe", False),
     "gemma": ("gemma", False), "gemma2": ("gemma2", False),
+    "laguna": ("laguna", False), "laguna-defaults": ("laguna", False),
     "afmoe": ("afmoe", False), "mellum": ("mellum", False), "exaone-moe": ("exaone-moe", False),
     "ling2": ("bailingmoe2", False), "ernie4.5-moe-defaults": ("ernie4_5-moe", False),
     "granite-moe": ("granitemoe", True), "granite-moe-shared": ("granitemoe", True),
@@ -45,7 +46,7 @@ IN_FILES = {
     "nemotron": ("nemotron", False), "jais2": ("jais2", False), "solar": ("glm4moe", False),
     "granite as minicpm": ("minicpm", True), "minicpm3": ("minicpm3", False), "exaone": ("exaone", False),
 }  # fmt: skip
-LIKE = {"mellum": "qwen3moe", "hy_v3": "exaone-moe"}  # which the gguf package does not know yet
+LIKE = {"mellum": "qwen3moe", "hy_v3": "exaone-moe", "laguna": "step35"}  # which the gguf package does not know yet
 IN_CONVERTERS = {
     "gate.expert_bias": "gate.expert_bias.bias", "mlp.expert_bias": "mlp.expert_bias.bias",
     "gate.moe_statics.": "moe_statics.",
@@ -101,7 +102,7 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any, predicts: bool) -> 
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
-    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count(getattr(config, "num_attention_heads_per_layer", config.num_attention_heads))
     writer.add_head_count_kv(config.num_key_value_heads)
     if hasattr(config, "kv_lora_rank"):
         writer.add_kv_lora_rank(config.kv_lora_rank)
@@ -125,7 +126,11 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any, predicts: bool) -> 
     writer.add_token_list(["a", "<|im_end|>", *(f"t{i}" for i in range(config.vocab_size - 2))])
     if config.model_type == "mellum":
         writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
-    if config.model_type in ("olmo3", "mellum", "exaone_moe"):
+    if config.model_type == "laguna":
+        swa = config.rope_parameters["sliding_attention"]
+        writer.add_rope_freq_base_swa(swa["rope_theta"])
+        writer.add_rope_dimension_count_swa(int(_head_dim(config) * swa.get("partial_rotary_factor", 1)))
+    if config.model_type in ("olmo3", "mellum", "exaone_moe", "laguna"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if getattr(config, "sliding_window", None) and config.model_type != "smollm3":
         writer.add_sliding_window(config.sliding_window)
@@ -205,6 +210,11 @@ def _add_experts(writer: gguf_package.GGUFWriter, config: Any) -> None:
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.model_type == "laguna":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+        writer.add_leading_dense_block_count(config.mlp_layer_types.index("sparse"))
+        writer.add_expert_weights_scale(config.moe_routed_scaling_factor)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     if config.model_type in ("dots1", "sarvam_moe", "solar_open"):
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 0))

@@ -62,6 +62,8 @@ PUBLISHED |= {
         "jais-2-8b-chat",
         "jamba-1.5-mini",
         "k-exaone-236b-a23b",
+        "laguna-m.1",
+        "laguna-xs.2",
         "lfm3-1.7b",
         "ling-3.0-tiny",
         "llama-3.3-nemotron-super-49b",
@@ -69,6 +71,7 @@ PUBLISHED |= {
         "minicpm4-8b",
         "ministral-8b-transformers-5",
         "mistral-small-4-119b",
+        "olmo-hybrid-7b",
         "phi-3.5-moe",
         "trinity-mini",
         "vaultgemma-1b",
@@ -253,7 +256,7 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str, part: int) -> None:
         file = open_gguf(moe_models.write_gguf(tmp_path / "m.gguf", latent.config, latent.state_dict()))
     elif arch == "bert":
         file = open_gguf(tiny_encoder.write_gguf(tiny_encoder.write_encoder(tmp_path / "model")))
-    elif arch in ("minicpm3", "afmoe", "mellum", "mistral4"):
+    elif arch in ("minicpm3", "afmoe", "laguna", "mellum", "mistral4"):
         latent = random_reference(arch, **UNSAID.get(arch, {}))
         write_family(tmp_path / "m.gguf", latent.config, latent.state_dict(), arch, False)
         file = open_gguf(tmp_path / "m.gguf")

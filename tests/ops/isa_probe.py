@@ -294,7 +294,7 @@ def attention(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]
 
 @case
 def delta_nets(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
-    mamba, kimi = DeltaSpec(2, 4, 32, 144, 4, corrects=False), DeltaSpec(2, 4, 32, 144, 4, by_channel=True)
+    mamba, kimi = DeltaSpec(2, 4, 32, 144, 4, corrects=0), DeltaSpec(2, 4, 32, 144, 4, by_channel=True)
     ling = kimi._replace(floor=-5.0)
     for spec in (DeltaSpec(2, 4, 32, 144, 4), DeltaSpec(1, 3, 16, 32, 2, tiled=True), mamba, kimi, ling):
         yield from DeltaSteps(ops, spec, dtype, functools.partial(made.floats, dtype, scale=1.5)).all()

@@ -20,10 +20,10 @@ from draftwing.ops.table import TorchOps
 
 SPECS = {
     "as many heads": DeltaSpec(2, 2, 16, 16, 4),
-    "grouped": DeltaSpec(2, 6, 16, 32, 4),
+    "grouped": DeltaSpec(2, 6, 16, 32, 4, corrects=2),
     "tiled": DeltaSpec(2, 6, 32, 16, 4, tiled=True),
     "two taps": DeltaSpec(1, 2, 16, 16, 2),
-    "mamba": DeltaSpec(2, 6, 32, 16, 4, corrects=False),
+    "mamba": DeltaSpec(2, 6, 32, 16, 4, corrects=0),
     "by channel": DeltaSpec(2, 2, 32, 32, 4, by_channel=True),
     "by channel, grouped": DeltaSpec(2, 4, 16, 80, 3, tiled=True, by_channel=True),
     "floor": DeltaSpec(2, 2, 32, 32, 4, by_channel=True, floor=-3.0),
@@ -60,12 +60,12 @@ def plain(spec: DeltaSpec, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor
     log = decay[:, None] * dt
     if spec.floor:
         log = spec.floor / (1 + (decay[:, None] * (a + bias).view_as(dt)).exp())
-    fade, beta = log.exp(), b.sigmoid() if spec.corrects else dt[:, :, 0]
+    fade, beta = log.exp(), spec.corrects * b.sigmoid() if spec.corrects else dt[:, :, 0]
     state = qkv.new_zeros(spec.value_heads, spec.key_dim, spec.value_dim)
     out = []
     for t in range(count):
         state = state * fade[t, :, :, None]
-        seen = (state * k[t, :, :, None]).sum(1) * spec.corrects  # [H, dv]: what the key finds
+        seen = (state * k[t, :, :, None]).sum(1) * bool(spec.corrects)  # [H, dv]: what the key finds
         state = state + k[t, :, :, None] * (beta[t, :, None] * (v[t] - seen))[:, None]
         out.append((state * q[t, :, :, None]).sum(1))
     o, gate = torch.stack(out), z.sigmoid().view(count, -1, spec.value_dim)
@@ -389,8 +389,8 @@ DEVICE_SPECS = {  # sizes of heads that are no powers of two, and fewer taps, am
     "grouped": DeltaSpec(2, 6, 16, 80, 4),
     "tiled": DeltaSpec(3, 6, 48, 48, 3, tiled=True),
     "wide": DeltaSpec(1, 2, 128, 128 if GPU else 32, 4),
-    "even": DeltaSpec(2, 2, 128, 128, 4),
-    "mamba": DeltaSpec(2, 6, 48, 80, 3, corrects=False),
+    "even": DeltaSpec(2, 2, 128, 128, 4, corrects=2),
+    "mamba": DeltaSpec(2, 6, 48, 80, 3, corrects=0),
     "by channel": DeltaSpec(3, 6, 48, 80, 3, tiled=True, by_channel=True),
 }
 of_devices = pytest.mark.parametrize("name", DEVICE_SPECS)
@@ -524,10 +524,10 @@ def kept(steps: DeltaSteps) -> list[Tensor]:
 
 # -- Triton -----------------------------------------------------------------------------------------------------------
 
-LARGE = [DeltaSpec(1, 2, 32, 16, 4), DeltaSpec(1, 2, 32, 16, 4, corrects=False)]
+LARGE = [DeltaSpec(1, 2, 32, 16, 4), DeltaSpec(1, 2, 32, 16, 4, corrects=0)]
 if GPU:
     LARGE = [DeltaSpec(16, heads, 128, 128, 4) for heads in (16, 32, 48)]
-    LARGE += [DeltaSpec(8, 64, 128, 64, 4, corrects=False), DeltaSpec(1, 24, 256, 128, 4, corrects=False)]
+    LARGE += [DeltaSpec(8, 64, 128, 64, 4, corrects=0), DeltaSpec(1, 24, 256, 128, 4, corrects=0)]
 
 
 def test_softplus_of_decays_that_are_all_but_one(triton_ops: TorchOps) -> None:

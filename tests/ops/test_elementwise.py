@@ -131,6 +131,9 @@ def test_gates_and_memories_of_heads(size: int, dtype: torch.dtype, ops: TorchOp
     near(ops.gate(kept[:, size:], x), kept[:, size:].double().sigmoid() * x.double())
     near(ops.gate(x, x), torch.nn.functional.silu(x.double()))
     near(ops.gate(kept[:, 1:2], x), kept[:, 1:2].double().sigmoid() * x.double())
+    softplus = torch.nn.functional.softplus(30 * kept.double())  # far from 0, too
+    near(ops.gate(30 * kept[:, size:], x, True), softplus[:, size:] * x.double())
+    near(ops.gate(30 * kept[:, 1:2], x, True), softplus[:, 1:2] * x.double())
 
 
 @pytest.mark.parametrize(("size", "groups", "taps", "rows"), [(576, 36, 2, 5), (60, 5, 3, 2), (64, 2, 1, 4)])

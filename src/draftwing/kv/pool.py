@@ -98,11 +98,12 @@ class DeltaSpec(NamedTuple):
     In the slots of tokens it keeps nothing.
 
     tiled: value head j reads key head j % key_heads, as GGUF files order them; else j // (value_heads / key_heads).
-    corrects: whether what the state already has of a key is taken from the value that it gets; a state-space layer
-    (Mamba-2) does not, see `ops.delta_net.spec`.  by_channel: whether a state decays by each channel of the key, not by
-    value head alone, as in Kimi Delta Attention, whose gates are sigmoids.  floor: what log decays are above, by a
-    sigmoid, 0: they have none, and are made by softplus (`ops.delta_net.spec`).  by_state: whether each element of a
-    state has a decay of its own, as in Mamba-1, of one step size for each value head, which stands for its decay.
+    corrects: below how many times what the state already has of a key is taken from the value that it gets, 1, or 2
+    where that may turn it round; a state-space layer (Mamba-2) has 0, see `ops.delta_net.spec`.  by_channel: whether a
+    state decays by each channel of the key, not by value head alone, as in Kimi Delta Attention, whose gates are
+    sigmoids.  floor: what log decays are above, by a sigmoid, 0: they have none, and are made by softplus
+    (`ops.delta_net.spec`).  by_state: whether each element of a state has a decay of its own, as in Mamba-1, of one
+    step size for each value head, which stands for its decay.
     """
 
     key_heads: int
@@ -111,7 +112,7 @@ class DeltaSpec(NamedTuple):
     value_dim: int
     conv_width: int  # taps of the convolution, 1: there is none
     tiled: bool = False
-    corrects: bool = True
+    corrects: int = 1
     by_channel: bool = False
     floor: float = 0.0
     by_state: bool = False

@@ -33,17 +33,18 @@ class AttentionConfig(MixerConfig):
     sinks: whether heads have them.  qk_norm: whether heads of queries and keys have norms.  whole_norms: whether
     these norms are of all queries and of all keys of a token, each by one mean, over all ranks.  kv_from: as
     `MixerConfig` has it; then it makes queries alone.  gated: whether what comes out is multiplied with the sigmoid
-    of a gate, which the matrix of queries makes behind each head's.  gate_rows: those of a head in a checkpoint's
-    own matrix of gates, one for all elements or one for each; 0: gates are in that of queries.  rotary: the first
-    elements of a head so many of which are turned, 0: all. They are paired among themselves, and lie in the order
-    of `rotate`, element i of the first half and of the second. v_norm: whether heads of values have norms, too,
-    without weights.  values_are_keys: whether a checkpoint has one matrix for keys, before their norm, and values.
-    interleaved: whether elements that are turned lie in pairs in a checkpoint.  fused: whether it has one matrix
-    for queries, keys and values; by_head: in which those of a head lie together.  scaled_queries: whether the
-    rotary embedding scales queries by their position, see `RopeConfig.query_beta`.  norms_after: whether heads are
-    normed when they are turned, not before.  bare_norms: whether norms of heads have no weights.  index: what picks
-    the blocks of tokens that a query attends to, None: it attends to all.  normed: where `whole_norms` are taken of
-    what is gathered of all ranks, which columns each has of queries, and of keys, and the first of this one.
+    of a gate, which the matrix of queries makes behind each head's; softplus: with its softplus.  gate_rows: those
+    of a head in a checkpoint's own matrix of gates, one for all elements or one for each; 0: gates are in that of
+    queries.  rotary: the first elements of a head so many of which are turned, 0: all. They are paired among
+    themselves, and lie in the order of `rotate`, element i of the first half and of the second. v_norm: whether
+    heads of values have norms, too, without weights.  values_are_keys: whether a checkpoint has one matrix for
+    keys, before their norm, and values. interleaved: whether elements that are turned lie in pairs in a
+    checkpoint.  fused: whether it has one matrix for queries, keys and values; by_head: in which those of a head
+    lie together.  scaled_queries: whether the rotary embedding scales queries by their position, see
+    `RopeConfig.query_beta`.  norms_after: whether heads are normed when they are turned, not before.  bare_norms:
+    whether norms of heads have no weights.  index: what picks the blocks of tokens that a query attends to, None:
+    it attends to all.  normed: where `whole_norms` are taken of what is gathered of all ranks, which columns each
+    has of queries, and of keys, and the first of this one.
     """
 
     heads: int
@@ -59,6 +60,7 @@ class AttentionConfig(MixerConfig):
     kv_from: int | None = None
     gated: bool = False
     gate_rows: int = 0
+    softplus: bool = False
     rotary: int = 0
     whole_norms: bool = False
     v_norm: bool = False
@@ -251,7 +253,7 @@ class Attention(Mixer):
         self.pool_layer, self.shape = place.pool_layer, config.shape
         self.heads, self.kv_heads, self.head_dim = config.shape
         self.reads_others = config.kv_from is not None  # keys and values, and makes none
-        self.gated = config.gated
+        self.gated, self._softplus = config.gated, config.softplus
         self.values_are_keys = config.values_are_keys
         k_rows = self.kv_heads * self.head_dim
         self._kv_rows = k_rows * (0 if self.reads_others else 1 if config.values_are_keys else 2)  # of `qkv`
@@ -316,7 +318,7 @@ class Attention(Mixer):
         if not self.gated:
             return self.o(out, residual)
         gate = self.ops.gate_fp8 if self.o.takes_fp8 else self.ops.gate
-        return self.o(gate(made[:, : self._gates], out), residual)
+        return self.o(gate(made[:, : self._gates], out, self._softplus), residual)
 
     def write(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """Writes what `forward` leaves for later queries: keys and values of x [M, in_size]."""

@@ -27,7 +27,8 @@ class DeltaNetConfig(MixerConfig):
     """A gated delta net of one layer, with the sizes of this rank, which are those of `DeltaSpec`.
 
     by_key_head: whether checkpoints have one matrix of all q, k, v and z, those of a key head beside each other, and
-    another one of b and a, as Qwen3-Next; else one of q, k and v, and one of each other.
+    another one of b and a; by_part: whether they have one of each, and convolutions apart; else one of q, k and v, and
+    one of each other.  reach: `DeltaSpec.corrects`.  eps: of the norm of what it gives, 0: that of the layer's norms.
     """
 
     key_heads: int
@@ -37,9 +38,13 @@ class DeltaNetConfig(MixerConfig):
     conv_width: int
     tiled: bool = False
     by_key_head: bool = False
+    by_part: bool = False
+    reach: int = 1
+    eps: float = 0.0
 
     def keeps(self) -> DeltaSpec:
-        return DeltaSpec(self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width, self.tiled)
+        sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width
+        return DeltaSpec(*sizes, self.tiled, self.reach)
 
     @property
     def made(self) -> int:
@@ -73,6 +78,7 @@ class DeltaNetConfig(MixerConfig):
         per_head = ordered(0, self._values(heads, 1), self.value_heads)
         outputs = ordered(1, self._values(heads, self.value_dim), self.made)
         channels, share = own.keeps().channels, Share(0, own.made, own.made)
+        conv = [StoredVector("linear_attn.conv1d.weight", "conv", channels, order=inputs)]
 
         def matrix(name: str, param: str, first: int, rows: int, order: Order | None) -> StoredMatrix:
             return StoredMatrix(f"linear_attn.{name}", param, first, rows, False, Cut(0, Share(0, rows, rows)), order)
@@ -84,8 +90,15 @@ class DeltaNetConfig(MixerConfig):
             ]
         else:
             of_z = ordered(0, self._values(heads, self.value_dim), self.made)
-            made = [
-                matrix("in_proj_qkv", "qkvz", 0, channels, inputs),
+            made = [matrix("in_proj_qkv", "qkvz", 0, channels, inputs)]
+            if self.by_part:
+                parts = [*self._parts(heads)]
+                made = [matrix(f"{name}_proj", "qkvz", *rows) for name, *rows in parts]  # type: ignore[arg-type]
+                conv = [
+                    StoredVector(f"linear_attn.{name}_conv1d.weight", "conv", rows, order=order, first=first)
+                    for name, first, rows, order in parts
+                ]
+            made += [
                 matrix("in_proj_z", "qkvz", channels, own.made, of_z),
                 matrix("in_proj_b", "ba", 0, own.value_heads, per_head),
                 matrix("in_proj_a", "ba", own.value_heads, own.value_heads, per_head),
@@ -93,7 +106,7 @@ class DeltaNetConfig(MixerConfig):
         return [
             *made,
             StoredMatrix("linear_attn.out_proj", "out", 0, hidden, False, Cut(1, share), outputs),
-            StoredVector("linear_attn.conv1d.weight", "conv", channels, order=inputs),
+            *conv,
             StoredVector("linear_attn.A_log", "decay", own.value_heads, order=per_head, is_log=True),
             StoredVector("linear_attn.dt_bias", "dt_bias", own.value_heads, order=per_head),
             StoredVector("linear_attn.norm.weight", "norm", self.value_dim),
@@ -105,6 +118,14 @@ class DeltaNetConfig(MixerConfig):
         for at in (0, wide):
             yield at + heads.start * self.key_dim, len(heads) * self.key_dim
         yield from self._values(heads, self.value_dim, 2 * wide)
+
+    def _parts(self, heads: range) -> Iterator[tuple[str, int, int, Order | None]]:
+        """Yields of q, k and v their name, first row here, rows and order, of these key heads."""
+        first = 0
+        for name, size in zip("qkv", (self.key_dim, self.key_dim, self.made // self.key_heads), strict=True):
+            rows = len(heads) * size
+            yield name, first, rows, ordered(0, [(heads.start * size, rows)], self.key_heads * size)
+            first += rows
 
     def _values(self, heads: range, size: int, at: int = 0) -> Runs:
         """Yields the rows of the value heads that read these key heads; each has `size`, the first one's at `at`."""
@@ -160,6 +181,7 @@ class GatedDeltaNet(DeltaMixer):
     def __init__(self, config: DeltaNetConfig, place: Placement) -> None:
         spec, wide = config.keeps(), place.wide
         super().__init__(spec, place)
+        self._eps = config.eps or self._eps
         self.qkvz = place.linear(spec.channels + config.made)
         self.ba: Linear | None = place.linear(2 * spec.value_heads)
         self.before_attention = 2

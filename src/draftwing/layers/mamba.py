@@ -51,7 +51,7 @@ class Mamba2Config(MixerConfig):
     group_values: int = 0
 
     def keeps(self) -> DeltaSpec:
-        return DeltaSpec(self.groups, self.heads, self.state_size, self.head_dim, self.conv_width, corrects=False)
+        return DeltaSpec(self.groups, self.heads, self.state_size, self.head_dim, self.conv_width, corrects=0)
 
     @property
     def inner(self) -> int:

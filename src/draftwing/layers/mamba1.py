@@ -41,7 +41,7 @@ class Mamba1Config(MixerConfig):
     conv_bias: bool = True
 
     def keeps(self) -> StateSpec:
-        net = DeltaSpec(1, self.channels, self.state_size, 1, conv_width=1, corrects=False, by_state=True)
+        net = DeltaSpec(1, self.channels, self.state_size, 1, conv_width=1, corrects=0, by_state=True)
         return StateSpec((self.channels,), None, net)
 
     @property

@@ -107,6 +107,9 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "stablelm2": _QWEN2,
     "solar-open": _QWEN2,
     "seed-coder": _SEED_CODER,
+    "laguna": (r"[^\n]+|\n+", *_QWEN2),
+    "cohere2moe": (r"\d{1,3}(?=(?:\d{3})*\b)", *_O200K),
+    "chatglm-bpe": _LLAMA3,
     "smollm": _GPT2,
     "refact": _GPT2,  # of Granite 3
     "starcoder": _GPT2,

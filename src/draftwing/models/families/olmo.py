@@ -1,13 +1,26 @@
 """OLMo 2 and 3: norms behind each part alone, and norms of all queries and of all keys; OLMoE, with experts;
-FlexOlmo, with both."""
+FlexOlmo, with both; OLMo Hybrid, with delta nets that may turn values round, of which norms stand in front."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from draftwing.layers.config import ExpertConfig
-from draftwing.models.family import ExpertMetadata, Family, InGGUF, softmax_experts
-from draftwing.models.fields import Fields
+from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.delta_net import DeltaNetConfig
+from draftwing.models.family import (
+    ATTENTION,
+    MOST_TAPS,
+    RECURRENT,
+    ExpertMetadata,
+    Family,
+    InGGUF,
+    layers_by_kind,
+    softmax_experts,
+)
+from draftwing.models.fields import WIDEST, Fields
+from draftwing.models.positions import rope_fields
 
 _THETA = 5e5  # of OLMo 3
 _OLMO: dict[str, Any] = {
@@ -26,7 +39,58 @@ def _keys(fields: Fields) -> dict[str, Any]:
     return {}
 
 
+def _hybrid_layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    """Returns delta nets with norms in front of each part, and in every fourth layer, or as the config says, attention
+    with norms behind."""
+    heads = fields.whole("linear_num_key_heads", high=WIDEST, default=fields.whole("num_attention_heads", high=WIDEST))
+    key_dim = fields.whole("linear_key_head_dim", high=WIDEST, default=int(0.75 * layer.hidden / heads))
+    net = DeltaNetConfig(
+        heads,
+        fields.whole("linear_num_value_heads", high=WIDEST, default=fields.whole("num_attention_heads", high=WIDEST)),
+        key_dim,
+        fields.whole("linear_value_head_dim", high=WIDEST, default=2 * key_dim),
+        fields.whole("linear_conv_kernel_dim", high=MOST_TAPS, default=4),
+        by_part=True,
+        reach=1 + fields.flag("linear_allow_neg_eigval", True),
+        eps=1e-5,
+    )
+    kinds = [ATTENTION if i % 4 == 3 or i == count - 1 < 3 else RECURRENT for i in range(count)]
+    made = layers_by_kind(fields, layer, kinds, {ATTENTION: layer.mixer, RECURRENT: net})
+    return tuple(replace(one, in_norms=True, out_norms=False) if one.mixer is net else one for one in made)
+
+
+def _turns(fields: Fields) -> bool:
+    """Returns whether attention turns its heads: not where the base is null, as it is of published models."""
+    given, key = rope_fields(fields), "rope_theta"
+    said = next((one for one in (given, fields) if one.has(key)), None)
+    return said is None or said.get(key) is not None
+
+
+def _named(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """Norms of delta nets' layers are called otherwise in checkpoints than those of the others."""
+    name = name.replace(".attention_layer_norm.", ".input_layernorm.")
+    return [(name.replace(".feedforward_layer_norm.", ".post_attention_layernorm."), value)]
+
+
 FAMILIES = {
+    "OlmoHybridForCausalLM": Family(
+        "olmo_hybrid",
+        **_OLMO | {"eps": 1e-6},
+        sliding_window=None,
+        turns=_turns,
+        layers=_hybrid_layers,
+        apart=_named,
+        neutral=dict.fromkeys(
+            f"linear_{key}" for key in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")
+        ),
+        layer_names={
+            "linear_attn.in_proj_z": "linear_attn.g_proj",
+            "linear_attn.in_proj_b": "linear_attn.b_proj",
+            "linear_attn.in_proj_a": "linear_attn.a_proj",
+            "linear_attn.out_proj": "linear_attn.o_proj",
+            "linear_attn.norm": "linear_attn.o_norm",
+        },
+    ),
     "Olmo2ForCausalLM": Family("olmo2", **_OLMO, gguf=InGGUF("olmo2")),
     "OlmoeForCausalLM": Family(
         "olmoe",

@@ -88,7 +88,7 @@ class DeltaInputs(NamedTuple):
 
     qkv: Tensor  # [M, channels]: queries, keys and values of all heads, before the convolution
     z: Tensor  # [M, value_heads * value_dim]: gates of what the net gives
-    b: Tensor  # [M, value_heads]: of which beta is the sigmoid; nobody reads it where `DeltaSpec.corrects` is off
+    b: Tensor  # [M, value_heads]: of which beta is a sigmoid; nobody reads it where `DeltaSpec.corrects` is 0
     a: Tensor  # [M, decays]: of which the decay is made
 
 

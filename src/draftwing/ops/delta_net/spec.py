@@ -2,6 +2,7 @@
 
 Of each value head, with q and k of unit length and q scaled, S [key_dim, value_dim] float32 and log decay g:
 S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q.
+Beta is a sigmoid, or twice that (Grazzi et al. 2025, arXiv 2411.12537), by which values may be turned round.
 
 Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) is the same without the correction (`DeltaSpec.corrects`), so it is no
 operation of its own: states, records, walks over trees and chunks, convolution and decay are shared. With C, B and x
@@ -55,7 +56,7 @@ def gates(spec: DeltaSpec, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor
         return F.softplus(x).repeat(1, 2).float()
     decay, dt = weights.decay.repeat_interleave(spec.decays // spec.value_heads), F.softplus(x)
     log = spec.floor * (-decay * x).sigmoid() if spec.floor else decay * dt
-    return torch.cat((log, inputs.b.double().sigmoid() if spec.corrects else dt), 1).float()
+    return torch.cat((log, spec.corrects * inputs.b.double().sigmoid() if spec.corrects else dt), 1).float()
 
 
 def delta_net(states: RowStates, layer: int, batch: Batch, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:

@@ -28,26 +28,13 @@ from draftwing.ops.delta_net.spec import L2_EPS
 from draftwing.ops.delta_net.triton_norm import gated_norm, heads_of, sigmoid
 from draftwing.ops.delta_net.triton_plan import QUERY, RECORD, Walks
 from draftwing.ops.fp8.spec import Fp8Rows
-from draftwing.ops.triton.common import launch_options, let_next_come, ordinary_options, wait
+from draftwing.ops.triton.common import launch_options, let_next_come, ordinary_options, softplus, wait
 
 # Elements of S of a program of the recurrence, which is one warp, so that sums over key_dim need no shared memory, and
 # stages (tokens whose inputs are fetched ahead, and one). A chunk's few programs have half as many and are spread over
 # the multiprocessors by an ordinary launch: those that came up early would crowd where the kernel in front leaves room.
 _TREE_STATE, _TREE_STAGES, _CHUNK_STATE, _CHUNK_STAGES = 4096, 2, 2048, 6
 _ANY = ["sources", "tokens", "steps", "walks", "segments"]  # parts of larger tensors
-
-
-@triton.jit
-def _softplus(x):
-    """max(x, 0) + log1p(exp(-|x|)). A GPU's logarithm near 1 is too coarse for decays of thousands of tokens. So
-    log1p(u) = 2 artanh(u / (2 + u)), whose series, of numbers up to 1/3, is short."""
-    u = tl.exp(-tl.abs(x))
-    y = u / (2.0 + u)
-    square = y * y
-    total = tl.zeros(x.shape, tl.float32) + 1.0 / 15
-    for i in tl.static_range(7):
-        total = tl.fma(total, square, 1.0 / (13 - 2 * i))
-    return tl.maximum(x, 0.0) + 2.0 * y * total
 
 
 @triton.jit
@@ -111,9 +98,9 @@ def _gates(a, b, rate, shift, head, has_decay, mask, CORRECTS: tl.constexpr):
     """Returns log decay, 0 where a head has none of its own, and beta or dt, of a query. rate, shift: what was loaded
     of decays and their biases."""
     x = tl.load(a + head, mask=has_decay, other=0.0).to(tl.float32)
-    dt = _softplus(x + shift)
+    dt = softplus(x + shift)
     log_decay = rate * dt
-    beta = sigmoid(tl.load(b + head, mask=mask, other=0.0).to(tl.float32)) if CORRECTS else dt
+    beta = CORRECTS * sigmoid(tl.load(b + head, mask=mask, other=0.0).to(tl.float32)) if CORRECTS else dt
     return log_decay, beta
 
 
@@ -188,7 +175,7 @@ def _inputs_kernel(
         if fades is not None:
             if is_query:
                 x = tl.load(a + token64 * a_stride + of_key, mask=has_key, other=0.0).to(tl.float32) + shift
-                log = rate * _softplus(x) if FLOOR == 0 else FLOOR * sigmoid(-rate * x)
+                log = rate * softplus(x) if FLOOR == 0 else FLOOR * sigmoid(-rate * x)
                 tl.store(gates + record.to(tl.int64) * GATES + of_key, log, mask=has_key & (record >= 0))
             else:
                 log = tl.load(gates + known.to(tl.int64) * GATES + of_key, mask=has_key, other=0.0)

@@ -68,15 +68,15 @@ class CpuElementwiseOps(InC, ElementwiseOps):
         self.raw.add_scaled(out, x, y, rows, size, x.dtype == torch.bfloat16, self.workers.address, at, factor)
         return out
 
-    def gate(self, gate: Tensor, x: Tensor) -> Tensor:
+    def gate(self, gate: Tensor, x: Tensor, softplus: bool = False) -> Tensor:
         if x.dtype not in DTYPES or type(x) is not Tensor:
-            return super().gate(gate, x)
+            return super().gate(gate, x, softplus)
         x = x.contiguous()
         gate = gate if gate.is_contiguous() else self._rows.concat_columns(gate)  # which is no operation of torch's
         assert gate.shape in (x.shape, (len(x), 1)) and gate.dtype == x.dtype
         out = torch.empty_like(x)
         rows, size = (len(x), x.shape[1]) if gate.shape != x.shape else (1, x.numel())
-        self.raw.gate(out, gate, x, rows, size, gate.shape != x.shape, x.dtype == torch.bfloat16)
+        self.raw.gate(out, gate, x, rows, size, gate.shape != x.shape, x.dtype == torch.bfloat16, softplus)
         return out
 
     def block_conv(

@@ -50,13 +50,13 @@ class ElementwiseOps:
         total = x if y is None else x + y
         return total * scale if isinstance(scale, Tensor) or scale != 1 else total
 
-    def gate(self, gate: Tensor, x: Tensor) -> Tensor:
-        """gate [M, n] or [M, 1], x [M, n] -> sigmoid(gate) * x; of x by itself its SiLU"""
-        return torch.sigmoid(gate) * x
+    def gate(self, gate: Tensor, x: Tensor, softplus: bool = False) -> Tensor:
+        """gate [M, n] or [M, 1], x [M, n] -> sigmoid(gate) * x; of x by itself its SiLU. Or softplus(gate) * x"""
+        return (F.softplus(gate) if softplus else torch.sigmoid(gate)) * x
 
-    def gate_fp8(self, gate: Tensor, x: Tensor) -> Fp8Rows:
+    def gate_fp8(self, gate: Tensor, x: Tensor, softplus: bool = False) -> Fp8Rows:
         """Returns `gate` of both, as products with activations in fp8 read it."""
-        return packed_rows(*quantised(self.gate(gate, x)))
+        return packed_rows(*quantised(self.gate(gate, x, softplus)))
 
     def recur(self, made: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """made [M, 3 * n]: k, f and o, state [M, n] -> tanh(o), and sigmoid(k) * state + (1 - sigmoid(k)) * tanh(f)"""

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftwing.ops.elementwise.spec import ElementwiseOps
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.fp8.triton import Out, empty_rows, parts_of, store_fp8
-from draftwing.ops.triton.common import launch_options, start
+from draftwing.ops.triton.common import launch_options, softplus, start
 
 _SHORT = 1024  # elements of a program for rows shorter than that, and of a chunk where a row can be cut
 
@@ -56,7 +56,7 @@ def _relu_squared_kernel(out, x, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
 @triton.jit(do_not_specialize=["padded"])
 def _gate_kernel(
     out, codes, scales, padded, gate, x, gate_stride, x_stride, SIZE: tl.constexpr, ONE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -64,7 +64,8 @@ def _gate_kernel(
     start(PDL)
     by = tl.load(gate + row * gate_stride + (col * 0 if ONE else col), mask=mask, other=0.0)
     value = tl.load(x + row * x_stride + col, mask=mask, other=0.0)
-    by = (1.0 / (1.0 + tl.exp(-by.to(tl.float32)))).to(by.dtype).to(tl.float32)
+    wide = by.to(tl.float32)
+    by = (softplus(wide) if SOFTPLUS else 1.0 / (1.0 + tl.exp(-wide))).to(by.dtype).to(tl.float32)
     result = (by * value.to(tl.float32)).to(x.dtype.element_ty)
     if codes is None:
         tl.store(out + row * SIZE + col, result, mask=mask)
@@ -158,18 +159,18 @@ def relu_squared(x: Tensor) -> Tensor:
     return out
 
 
-def gate(gate: Tensor, x: Tensor) -> Tensor:
-    """gate [M, n] or [M, 1], x [M, n], rows may be apart -> sigmoid(gate) * x; the sigmoid is rounded before, as in
-    torch"""
-    return _gate(torch.empty(x.shape, dtype=x.dtype, device=x.device), gate, x)
+def gate(gate: Tensor, x: Tensor, softplus: bool = False) -> Tensor:
+    """gate [M, n] or [M, 1], x [M, n], rows may be apart -> sigmoid(gate) * x, or softplus(gate) * x; the first factor
+    is rounded before, as in torch"""
+    return _gate(torch.empty(x.shape, dtype=x.dtype, device=x.device), gate, x, softplus)
 
 
-def gate_fp8(gate: Tensor, x: Tensor) -> Fp8Rows:
+def gate_fp8(gate: Tensor, x: Tensor, softplus: bool = False) -> Fp8Rows:
     """gate, x [M, n], n a multiple of 128 -> `gate` of them, for products with activations in fp8"""
-    return _gate(empty_rows(x.shape, x.device), gate, x)
+    return _gate(empty_rows(x.shape, x.device), gate, x, softplus)
 
 
-def _gate(out: Out, gate: Tensor, x: Tensor) -> Out:
+def _gate(out: Out, gate: Tensor, x: Tensor, soft: bool) -> Out:
     rows, size = x.shape
     one = gate.shape != x.shape
     assert gate.shape == (rows, 1 if one else size) and x.stride(1) == 1 and (one or gate.stride(1) == 1)
@@ -177,8 +178,8 @@ def _gate(out: Out, gate: Tensor, x: Tensor) -> Out:
         return out
     block = min(triton.next_power_of_2(size), _SHORT)
     _gate_kernel[(rows, triton.cdiv(size, block))](
-        *parts_of(out), gate, x, gate.stride(0), x.stride(0), SIZE=size, ONE=one, BLOCK=block, num_warps=4,
-        **launch_options(x.device),
+        *parts_of(out), gate, x, gate.stride(0), x.stride(0), SIZE=size, ONE=one, SOFTPLUS=soft, BLOCK=block,
+        num_warps=4, **launch_options(x.device),
     )  # fmt: skip
     return out
 

@@ -149,3 +149,16 @@ def int_fields(count: int, like: Tensor, *shape: int) -> tuple[Tensor, list[Tens
 @triton.jit
 def field_pitch(size):
     return size + size % 2
+
+
+@triton.jit
+def softplus(x):
+    """max(x, 0) + log1p(exp(-|x|)). A GPU's logarithm near 1 is too coarse for decays of thousands of tokens. So
+    log1p(u) = 2 artanh(u / (2 + u)), whose series, of numbers up to 1/3, is short."""
+    u = tl.exp(-tl.abs(x))
+    y = u / (2.0 + u)
+    square = y * y
+    total = tl.zeros(x.shape, tl.float32) + 1.0 / 15
+    for i in tl.static_range(7):
+        total = tl.fma(total, square, 1.0 / (13 - 2 * i))
+    return tl.maximum(x, 0.0) + 2.0 * y * total

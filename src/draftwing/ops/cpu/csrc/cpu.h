@@ -290,6 +290,19 @@ INLINE vf over_exp2(vf x, vf power) {
     return x / (1.0f + exp2_16(select_f(above(power, splat(126.0f)), splat(126.0f), power)));
 }
 INLINE vf sigmoid(vf x) { return over_exp2(splat(1.0f), x * splat(-1.44269504f)); }
+INLINE vf exponential(vf x) { return exp2_16(x * splat(1.44269504f)); }
+/* ln(1 + exp(x)) = max(x, 0) + ln(1 + y), y = exp(-|x|); ln(1 + y) = 2 atanh(y / (2 + y)) by its series. */
+INLINE vf softplus(vf x) {
+    const vf positive = select_f(above(x, splat(0.0f)), x, splat(0.0f)), size = positive + (positive - x);
+    const vf y = exponential(-size), s = y / (y + 2.0f), q = s * s;
+    vf p = q * (1.0f / 15) + 1.0f / 13;
+    p = p * q + 1.0f / 11;
+    p = p * q + 1.0f / 9;
+    p = p * q + 1.0f / 7;
+    p = p * q + 1.0f / 5;
+    p = p * q + 1.0f / 3;
+    return positive + 2.0f * (s + s * q * p);
+}
 INLINE vf silu(vf x) { return over_exp2(x, x * splat(-1.44269504f)); }
 INLINE vf gelu_by_tanh(vf x) { return over_exp2(x, x * (splat(-2.30220819f) - x * x * splat(0.102943240f))); }
 /* cap * tanh(x / cap) = cap - 2 * cap / (1 + exp(2x / cap)); factor: 2 log2(e) / cap. What is no number stays so. */

@@ -47,7 +47,8 @@ typedef struct {
 
 /* Up to the batch, what `delta_scratch` is given, and up to eps `delta_net`. */
 typedef struct {
-    int64_t key_heads, value_heads, key_dim, value_dim, width, tiled, corrects; /* width: of the convolution */
+    int64_t key_heads, value_heads, key_dim, value_dim, width, tiled; /* width: of the convolution */
+    int64_t corrects;           /* what beta is below, 0: nothing is corrected */
     int64_t by_channel;         /* whether g is of channels */
     int64_t nodes, group, half; /* group: value heads of a unit, of one key head */
     Workers *workers;
@@ -228,20 +229,6 @@ static int64_t chunk_tokens(const Net *j, const Spare *s, int64_t chunk, int64_t
 
 /* -- convolution, gates -------------------------------------------------------------------------------------------- */
 
-INLINE vf exponential(vf x) { return exp2_16(x * splat(1.44269504f)); }
-/* ln(1 + exp(x)) = max(x, 0) + ln(1 + y), y = exp(-|x|); ln(1 + y) = 2 atanh(y / (2 + y)) by its series. */
-INLINE vf softplus(vf x) {
-    const vf positive = select_f(above(x, splat(0.0f)), x, splat(0.0f)), size = positive + (positive - x);
-    const vf y = exponential(-size), s = y / (y + 2.0f), q = s * s;
-    vf p = q * (1.0f / 15) + 1.0f / 13;
-    p = p * q + 1.0f / 11;
-    p = p * q + 1.0f / 9;
-    p = p * q + 1.0f / 7;
-    p = p * q + 1.0f / 5;
-    p = p * q + 1.0f / 3;
-    return positive + 2.0f * (s + s * q * p);
-}
-
 #if PART == 16
 #define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
 #define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
@@ -345,12 +332,13 @@ static void make_ready(const Net *j, const Spare *s, const Unit *u) {
 /* The same where each channel of the key has its g. */
 static void make_gates_by_channel(const Net *j, const Spare *s, int64_t head, int64_t count) {
     const int half = (int)j->half;
+    const float reach = (float)j->corrects;
     const int64_t dk = j->key_dim, first = head * dk;
     for (int64_t i = 0; i < count; i++) {
         const int64_t query = s->tokens[i].query;
         float *record = s->tokens[i].gates, *g = s->g + i * dk;
         if (query < 0) s->beta[i] = record[j->value_heads * dk + head];
-        else s->beta[i] = sigmoid(splat(load(j->b, query * j->b_stride + head, 1, half)[0]))[0];
+        else s->beta[i] = reach * sigmoid(splat(load(j->b, query * j->b_stride + head, 1, half)[0]))[0];
         if (query >= 0 && record) record[j->value_heads * dk + head] = s->beta[i];
         for (int64_t c = 0; c < dk; c += LANES) {
             vf log;
@@ -384,7 +372,7 @@ static void make_gates(const Net *j, const Spare *s, int64_t head, int64_t count
     for (int64_t i = 0; i < count; i += LANES) {
         const vf dt = softplus(loadf(s->g + i) + splat(j->dt_bias[head]));
         storef(s->g + i, dt * splat(j->decay[head]));
-        storef(s->beta + i, j->corrects ? sigmoid(loadf(s->beta + i)) : dt);
+        storef(s->beta + i, j->corrects ? splat((float)j->corrects) * sigmoid(loadf(s->beta + i)) : dt);
     }
     for (int64_t i = 0; i < count; i++) {
         float *record = s->tokens[i].gates, *beta = record + j->value_heads;

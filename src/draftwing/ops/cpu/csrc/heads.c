@@ -14,15 +14,17 @@ static void beside(int64_t *n) {
             if (part[2]) memcpy(out, (const char *)POINTER(part[0]) + i * part[1], (size_t)part[2]);
 }
 
-/* out, gate, x, rows, their size, whether a row has one gate, half */
+INLINE vf share_of(vf x, const int64_t soft) { return soft ? softplus(x) : sigmoid(x); }
+
+/* out, gate, x, rows, their size, whether a row has one gate, half, whether gates are softplus */
 static void gate(int64_t *n) {
-    const int64_t size = n[4], one = n[5];
+    const int64_t size = n[4], one = n[5], soft = n[7];
     const int half = (int)n[6];
     for (int64_t i = 0; i < n[3]; i++) {
-        const vf same = sigmoid(splat(one ? load(POINTER(n[1]), i, 1, half)[0] : 0));
+        const vf same = share_of(splat(one ? load(POINTER(n[1]), i, 1, half)[0] : 0), soft);
         for (int64_t c = 0; c < size; c += LANES) {
             const int64_t at = i * size + c, left = size - c;
-            const vf gate = one ? same : sigmoid(load(POINTER(n[1]), at, left, half));
+            const vf gate = one ? same : share_of(load(POINTER(n[1]), at, left, half), soft);
             store(POINTER(n[0]), at, left, half, gate * load(POINTER(n[2]), at, left, half));
         }
     }
@@ -106,7 +108,7 @@ static void spread_logits(int64_t *n) {
 
 Function head_functions[] = {
     {"beside", beside, 11},
-    {"gate", gate, 7},
+    {"gate", gate, 8},
     {"recur", recur, 7},
     {"gru", gru, 7},
     {"windowed", windowed, 9},
