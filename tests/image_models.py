@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4
 
 from draftwing.images.processing import Tile
+from draftwing.images.reader import Picture, Prompt, placed, read
 from draftwing.images.tiles import GridProcessor
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.dense import DENSE
@@ -233,6 +234,23 @@ ON_GPU: dict[str, Kind] = {
             },
         }
     ),
+    "gemma4-mutual on a gpu": KINDS["gemma4-mutual"]._replace(
+        config={
+            **KINDS["gemma4-mutual"].config,
+            "text_config": {
+                **KINDS["gemma4-mutual"].config["text_config"],
+                "intermediate_size": 128,
+                "head_dim": 256,
+                "global_head_dim": 512,
+            },
+        }
+    ),
+    "gemma3 on a gpu": KINDS["gemma3"]._replace(  # with heads as 27B, whose text has the kernels of Hopper
+        config={
+            **KINDS["gemma3"].config,
+            "text_config": {**GEMMA3, **TEXT, "intermediate_size": 128, "head_dim": 128},
+        }
+    ),
 }
 FEW = ("qwen3.5", "gemma3")  # one with states of rows, one with mutual images: for what is the scheduler's
 TEMPLATE = (
@@ -274,7 +292,8 @@ def write_model(folder: Path, kind: str) -> Path:
     """Writes a whole checkpoint."""
     reference(kind).save_pretrained(folder)
     byte_level(*SPECIAL).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE}))
+    template = TEMPLATE.replace("<|image_pad|><|vision_end|>", "") if kind.startswith("gemma3") else TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": template}))
     (folder / "preprocessor_config.json").write_text(json.dumps((KINDS | ON_GPU)[kind].settings))
     return folder
 
@@ -313,6 +332,16 @@ def in_blocks(folder: Path) -> DecoderModel:
     model.pack(ops, True)
     model.tower = loaded(folder)[0].tower
     return model
+
+
+def prompt_of(folder: Path, number: int, shown: list[tuple[int, int, int]]) -> tuple[list[int], Any]:
+    """Tokens and images of a prompt; the first token is the number, those of requests 0 and 4 are else the same."""
+    _, processor = loaded(folder)
+    pieces = [read(Picture(encoded(picture(*size)), "x"), processor) for size in shown]
+    tiles = [sum(isinstance(piece, Tile) for piece in every) for every in pieces]
+    places = [one for count in tiles for one in (90, *[PAD] * count, 91)]
+    text = [number, *range(60, 64 + number % 4), *places, 70 + number % 4, 33]
+    return placed(text, Prompt("", pieces), processor)
 
 
 def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:

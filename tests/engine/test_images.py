@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine.tile_attention import TileAttention
 from engine_rig import Cycle, Rig, greedy, make_book, seeded, spread, spread_rig
-from image_models import FEW, KINDS, PAD, encoded, in_blocks, loaded, picture, write_model
+from image_models import FEW, KINDS, PAD, in_blocks, loaded, picture, prompt_of, write_model
 from image_models import greedy as transformers_greedy
 from image_models import logits as transformers_logits
 from toy_grammar import ToyGrammar
@@ -19,8 +19,6 @@ from toy_grammar import ToyGrammar
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.engine import prefill_graphs
 from draftwing.engine.graphs import RecordedStages
-from draftwing.images.processing import Tile
-from draftwing.images.reader import Picture, Prompt, placed, read
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import fill_random
 from draftwing.models.heads.mtp import MTPHead
@@ -39,16 +37,6 @@ WITHOUT_STATES = [kind for kind in KINDS if kind != "qwen3.5"]
 SHOWN: list[list[tuple[int, int, int]]] = [
     [(40, 30, 0)], [], [(30, 40, 1), (64, 16, 2)], [(40, 30, 0)], [(40, 30, 3)], [(8, 8, 4)],
 ]  # fmt: skip
-
-
-def prompt_of(folder: Path, number: int, shown: list[tuple[int, int, int]]) -> tuple[list[int], Any]:
-    """Tokens and images of a prompt; the first token is the number, those of requests 0 and 4 are else the same."""
-    _, processor = loaded(folder)
-    pieces = [read(Picture(encoded(picture(*size)), "x"), processor) for size in shown]
-    tiles = [sum(isinstance(piece, Tile) for piece in every) for every in pieces]
-    places = [one for count in tiles for one in (90, *[PAD] * count, 91)]
-    text = [number, *range(60, 64 + number % 4), *places, 70 + number % 4, 33]
-    return placed(text, Prompt("", pieces), processor)
 
 
 @pytest.fixture(scope="module", params=list(KINDS))

@@ -72,6 +72,8 @@ CASES = [
     ("qwen3.5 on a gpu", ["NEXTN", "EAGLE3", "NGRAM"]),
     ("qwen3-vl on a gpu", ["NGRAM"]),
     ("gemma4 on a gpu", ["EAGLE3", "NGRAM"]),
+    ("gemma4-mutual on a gpu", ["EAGLE3", "NGRAM"]),
+    ("gemma3 on a gpu", ["EAGLE3", "NGRAM"]),
 ]
 
 

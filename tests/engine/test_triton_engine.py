@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from image_models import loaded, prompt_of, write_model
 from layer_kinds import HYBRIDS, KINDS, MAMBA1, config_of
 from plain_attention import FunctionAttend
 from reference.exact_heads import exact_dspark
@@ -99,6 +100,25 @@ def test_recurrent_layers(harness, interpreted, name):
     )  # fmt: skip
     assert rig.answer(prompts, params).tokens == expected.tokens
     assert rig.accept_length > 1
+
+
+@pytest.mark.exhaustive  # tests/ops/attention/test_images.py has the kernel
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4-mutual"])
+def test_images_whose_tokens_see_each_other(harness, interpreted, tmp_path, kind):
+    """In parts of prompts that begin and end around images, beside a text."""
+    folder = write_model(tmp_path / kind, kind)
+    model, _ = loaded(folder, packed=False)
+    prompts = [prompt_of(folder, i, shown) for i, shown in enumerate([[(40, 30, 0)], []])]
+    found = []
+    for how in (
+        dict(rows=1),
+        dict(rows=2, chunk=9, attn=partial(interpreted.ops.attention, exact=True), fake_device=interpreted),
+    ):
+        rig = harness.Rig(model, radix=False, **how)
+        for i, (ids, images) in enumerate(prompts):
+            rig.submit(str(i), ids, harness.greedy(3), images=images)
+        found.append((rig.run().tokens, rig.stats.prefills > 2))
+    assert found[0][0] == found[1][0] and found[1][1]
 
 
 class Operations(TorchDispatchMode):

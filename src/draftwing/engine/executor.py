@@ -36,6 +36,7 @@ from draftwing.models.adapters.heads import HeadSlots
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops.assign.spec import new_calibration
 from draftwing.ops.attention.attend import AttnBackend
+from draftwing.ops.attention.batch import Mutual
 from draftwing.ops.types import Draft
 from draftwing.requests.images import RequestImage
 from draftwing.sched.guidance import Guides
@@ -184,11 +185,16 @@ class Executor:
         return self.device.seconds(started, done), self.device.seconds(started, begun)
 
     @torch.inference_mode()
-    def states(self, plan: Plan, draft: Draft | None = None) -> Tensor:
+    def states(self, plan: Plan, draft: Draft | None = None, mutual: Mutual = "") -> Tensor:
         """Returns the target's hidden states of a prefill, of plain steps, or of a tree step with these drafts. Nobody
-        drafts, nothing is committed, and no other rank is told."""
+        drafts, nothing is committed, and no other rank is told. mutual: in which layers tokens of a chunk see each
+        other, as those of an image."""
         if plan.kind == "prefill":
-            return self.target.run(self._batches.prompts(plan, self.table.upload(plan), 0))[0]
+            batch = self._batches.prompts(plan, self.table.upload(plan), 0)
+            if mutual:
+                spans = (span._replace(mutual=((span.start, span.start + span.length),)) for span in batch.chunks)
+                batch = batch._replace(mutual=mutual, chunks=tuple(spans))
+            return self.target.run(batch)[0]
         rows, _ = self.table.upload_step(plan)
         if draft is None:
             return self.target.run(self._batches.last_tokens(rows, plan.max_kv_len).batch)[0]

@@ -92,7 +92,6 @@ class LayerOps(NormOps, ElementwiseOps, RopeOps, RowOps, LogitOps, GemmOps, Expe
 class TorchOps(LayerOps, TreeOps, AssignOps, MergeOps, SamplingOps, ExpansionOps, StateOps):
     """The operations of one device, made once; see docs/architecture.md."""
 
-    attends_mutually = True  # whether attention knows of images whose tokens see each other (`Batch.mutual`)
     ngram_index: type[NGramIndex] = NGramIndex
     suffix_index: type[SuffixIndex] = SuffixIndex
 

@@ -136,6 +136,36 @@ def test_what_an_engine_launches(
     assert [stage for stage, _ in others] == ["graphs", "prompts"] and at <= others[0][1] <= others[1][1]
 
 
+@pytest.mark.exhaustive  # the others show that launches of an engine are found
+def test_prompts_with_images_whose_tokens_see_each_other(job: Job, tmp_path: Path, printed_by: Printed) -> None:
+    """Their kernels are compiled ahead as those of text are: of layers with a window and without."""
+    from draftwing.ops.attention.triton_prefill import _prefill_kernel
+
+    text = {
+        **CONFIG, "model_type": "gemma3_text", "sliding_window": 16, "num_hidden_layers": 3, "head_dim": 64,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "query_pre_attn_scalar": 64,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }  # fmt: skip
+    del text["hidden_act"]
+    vision = {
+        "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 4, "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    }  # fmt: skip
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text,
+        "vision_config": vision, "image_token_index": 40, "boi_token_index": 41, "eoi_token_index": 42,
+        "mm_tokens_per_image": 16,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = [json.loads(how) for name, how in json.loads(printed_by(CHILD, job)[-1]) if name == "_prefill_kernel"]
+    ways = set()
+    for how in found:
+        constants = zip(how["constant_keys"], how["constant_vals"], strict=True)
+        named = {_prefill_kernel.arg_names[key[0]]: value for key, value in constants}
+        ways.add((how["signature"]["counts"], named["WINDOW"]))
+    assert ways == {("constexpr", 16), ("*i32", 16), ("*i32", 0)}, "text without a window has a kernel of Hopper's"
+
+
 HYBRID = {
     "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 32,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,

@@ -181,8 +181,6 @@ def test_bits_do_not_depend_on_how_a_query_is_asked(name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_images_whose_tokens_see_each_other(name: str, dtype: torch.dtype, ops: TorchOps) -> None:
     """In windows, too, which end where a token stands. A chunk may begin within an image."""
-    if not ops.attends_mutually:
-        pytest.skip("there are no kernels for it")
     text, images = Text(ops, KINDS[name], dtype), ((7, 20), (100, 231), (240, 290))
     window, seen = text.kind.window, {at: end for start, end in images for at in range(start, end)}
     whole = text.chunk(0, 300, images)

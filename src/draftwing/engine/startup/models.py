@@ -277,9 +277,6 @@ def load_with_progress(
     tower = model.config.tower
     if not target or tower is None or options.disable_images:
         return model
-    if tower.mutual and not device.ops.attends_mutually:
-        log.warning("images are not read: tokens of an image of this model see each other, which is only so on a CPU")
-        return model
     model.tower = load_tower(
         tower, stored_tensors(file or path, tower), precision.dtype, device.device, precision.weights, device.ops,
         options.dummy,

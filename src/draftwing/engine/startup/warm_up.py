@@ -27,6 +27,7 @@ from draftwing.engine.startup.measure_costs import (
     timed_step,
 )
 from draftwing.errors import CheckpointError
+from draftwing.ops.attention.batch import Mutual
 from draftwing.ops.types import Draft
 from draftwing.ops.upload import even, evens
 from draftwing.requests.request import GenerationRequest, LogprobParams, ThinkingBudget
@@ -117,6 +118,8 @@ def try_prompts(executor: Executor, menu: Sequence[TreeShape], lengths: Sequence
         _run(executor, _prompt(tokens))  # else the row would be longer than the step's bound
         executor.run_on_all_ranks(_constrain, shape)
         _run(executor, _asking(_step(0, shape, tokens)))
+    if executor.model.config.tower is not None and executor.model.config.tower.mutual:
+        executor.run_on_all_ranks(try_length, tokens, executor.model.config.tower.mutual)
     executor.run_on_all_ranks(Executor.restore_calibration)
     executor.run_on_all_ranks(Executor.flush)
 
@@ -134,12 +137,12 @@ def lengths_to_try(executor: Executor, max_tokens: int) -> tuple[list[int], list
     return [n for n in lengths if n <= SHORT], long
 
 
-def try_length(executor: Executor, tokens: int) -> None:
+def try_length(executor: Executor, tokens: int, mutual: Mutual = "") -> None:
     """Runs the target's forward over a prompt of so many tokens, in the dummy row. Leaves no trace, so it may run
-    whenever nothing else does."""
+    whenever nothing else does. mutual: as of `Executor.states`."""
     _clear_dummy(executor)
-    row = np.full(1, executor.table.rows)
-    executor.states(Plan(0, "prefill", row, row, PLAIN, tokens, chunks=(Chunk(int(row[0]), 0, tokens, True),)))
+    row, chunk = np.full(1, executor.table.rows), Chunk(executor.table.rows, 0, tokens, True)
+    executor.states(Plan(0, "prefill", row, row, PLAIN, tokens, chunks=(chunk,)), mutual=mutual)
 
 
 def _clear_dummy(executor: Executor) -> None:

@@ -79,6 +79,7 @@ class TritonAttend(KernelAttend):
         super().__init__(backend, batch, first_layer)
         self._inputs_ready = inputs_ready
         self._tiles: dict[HeadShape, Tensor] = {}  # of the batch's chunks
+        self._counts: Tensor | None = None  # of the keys of its queries, where images' tokens see each other
         self._walks: dict[int, Walks] = {}  # by the convolution's width
         self._sources: dict[int, Tensor] = {}  # the same of short convolutions
         self._groups: TreeGroups | None = None  # of the batch's trees
@@ -123,15 +124,15 @@ class TritonAttend(KernelAttend):
     def _attend(self, layer: int, q: Tensor, heads: int, kind: AttentionKind) -> Tensor:
         """q [M, heads or more, head_dim]"""
         batch, backend = self._batch, self._backend
-        assert not batch.mutual, "what reads such images is not loaded for these kernels"
         kv, scales = backend.pool.kv[self._first_layer + layer], backend.pool.scales[self._first_layer + layer]
         out = q.new_empty(q.shape[0], heads * (kind.values or q.shape[2]))
         if batch.chunks or batch.tiles is not None:
             shape = HeadShape(heads, kv.shape[1], kv.shape[3])
             tiles = self._chunk_tiles(shape) if batch.tiles is None else batch.tiles[shape]
             prefill_attention(
-                q, kv, batch.table, batch.rows, tiles, out, backend.workspace, backend.exact, None, scales, kind
-            )
+                q, kv, batch.table, batch.rows, tiles, out, backend.workspace, backend.exact, None, scales, kind,
+                self._mutual_counts() if batch.mutual_in(kind) else None,
+            )  # fmt: skip
         else:
             assert batch.path is not None and batch.path_len is not None
             if self._groups is None and backend.exact and batch.path.shape[1:] != (1, 1):
@@ -147,9 +148,15 @@ class TritonAttend(KernelAttend):
     def _chunk_tiles(self, shape: HeadShape) -> Tensor:
         tiles = self._tiles.get(shape)
         if tiles is None:
-            tiles = self._backend.chunk_tiles(self._batch.chunks, shape)
-            device = self._batch.rows.device
-            if device.type == "cuda":
-                tiles = tiles.pin_memory().to(device, non_blocking=True)
-            self._tiles[shape] = tiles
+            tiles = self._tiles[shape] = self._upload(self._backend.chunk_tiles(self._batch.chunks, shape))
         return tiles
+
+    def _mutual_counts(self) -> Tensor:
+        if self._counts is None:
+            counts = [count for chunk in self._batch.chunks for count in chunk.counts()]
+            self._counts = self._upload(torch.tensor(counts, dtype=torch.int32))
+        return self._counts
+
+    def _upload(self, made: Tensor) -> Tensor:
+        device = self._batch.rows.device
+        return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made

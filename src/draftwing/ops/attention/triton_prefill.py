@@ -37,14 +37,14 @@ from draftwing.ops.triton.common import keep_cache, launch_options, start
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "tiles"])
 def _prefill_kernel(
-    q, kv, table, rows, tiles, sinks, out, scale, v_scale, q_stride, table_stride,
+    q, kv, table, rows, tiles, counts, sinks, out, scale, v_scale, q_stride, table_stride,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr,
     DIM_PAD: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, SHORT: tl.constexpr, TIER: tl.constexpr,
     LONG: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, KV_HEADS). tiles [T, 6] int32: as of `prefill_tiles`; rows are (query of the chunk, head of the
-    group). The first piece of a tile does all of it. WINDOW: `AttentionKind.reach`; CAP, sinks: as
-    `AttentionKind` has them. EXACT: in splits, as decode."""
+    group). The first piece of a tile does all of it. counts: as of `prefill_attention`. WINDOW: `AttentionKind.reach`;
+    CAP, sinks: as `AttentionKind` has them. EXACT: in splits, as decode."""
     start(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     tiles += tl.program_id(0) * 6
@@ -59,7 +59,10 @@ def _prefill_kernel(
     row = (first + query).to(tl.int64)
     q_tile = load_q(q, row * q_stride + (head * GROUP + flat % GROUP) * (DIM + MORE), valid, dim, DIM, MORE)
     last = position + query
-    end = tl.max(tl.where(valid, last, 0), 0) + 1
+    seen_last = last
+    if counts is not None:
+        seen_last = tl.load(counts + row, mask=valid, other=0) - 1
+    end = tl.max(tl.where(valid, seen_last, 0), 0) + 1
     begin = 0
     if WINDOW != 0:  # the first unit that the tile's first row reaches
         begin = first_seen(position + tl.load(tiles + 4) // GROUP, WINDOW) // UNIT * UNIT
@@ -75,7 +78,7 @@ def _prefill_kernel(
         ok = place < end
         slot = tl.load(table_row + place, mask=ok, other=0)
         k, v = load_kv(kv, slot, head, ok, dim, dim, KV_HEADS, DIM, MORE, q_tile[0].dtype)
-        seen = place[None, :] <= last[:, None]
+        seen = place[None, :] <= seen_last[:, None]
         if WINDOW != 0:
             seen = seen & (place[None, :] >= first_seen(last, WINDOW)[:, None])
         s = tl.where(seen, scores(q_tile, k, scale, CAP), float("-inf"))
@@ -112,10 +115,12 @@ def prefill_attention(
     tiling: Tiling | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
     kind: AttentionKind = FULL,
+    counts: Tensor | None = None,
 ) -> None:
     """Causal attention of chunks. q [M, heads or more, head_dim] and out [M, heads * values] as for
     `attention.tree_attention`, as `workspace`, `scales` and `kind` are; rows [B] int64; tiles [T, 6] int32 from
-    `prefill_tiles`, on the device, made for `prefill_rows`."""
+    `prefill_tiles`, on the device, made for `prefill_rows`; counts [M] int32: how many of its row's positions each
+    query sees, where that is not up to its own (`ChunkSpan.counts`)."""
     tiling = tiling or pick_tiling(kv)
     dim, more = key_parts(kv, kind)
     kv_heads, heads = kv.shape[1], out.shape[1] // dim
@@ -123,11 +128,11 @@ def prefill_attention(
     assert q.stride(2) == 1 and q.stride(1) == dim + more and kv.is_contiguous() and out.is_contiguous()
     assert table.stride(1) == 1 and tiles.is_contiguous() and fits(q, kv)
     scale, v_scale = scale_of(dim, kind) * scales[0], scales[kv.shape[2] - 1]
-    if tiling.overlap_unit and tile == ROWS and takes(q, kv, kind):
+    if counts is None and tiling.overlap_unit and tile == ROWS and takes(q, kv, kind):
         hopper_prefill_attention(q, kv, table, rows, tiles, out, workspace, scale, v_scale, tiling, exact)
         return
     launched = _prefill_kernel[(tiles.shape[0], kv_heads)](
-        q, kv, table, rows, tiles, kind.sinks, out, scale, v_scale,
+        q, kv, table, rows, tiles, counts, kind.sinks, out, scale, v_scale,
         q.stride(0), table.stride(0), WINDOW=kind.reach, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, MORE=more,
         DIM_PAD=padded(dim), ROWS=tile, UNIT=tiling.unit, SHORT=tiling.short, TIER=tiling.tier, LONG=tiling.long,
         EXACT=exact, CAP=kind.cap, STAGES=tiling.prefill_stages, num_warps=warps_of(tile, tiling), **ROUNDING,

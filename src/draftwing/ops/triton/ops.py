@@ -29,7 +29,6 @@ from draftwing.ops.triton.runtime import TritonRuntime
 class TritonOps(TorchOps):
     """Made on CUDA from compute capability 8.0 on, and on the meta device (`engine.startup.precompile`)."""
 
-    attends_mutually = False
     ngram_index, suffix_index = TritonNGramIndex, TritonSuffixIndex
 
     def __init__(self, device: torch.device) -> None:
