@@ -211,16 +211,22 @@ def test_nobody_else_asks_about_the_device() -> None:
     assert not idle, "no longer asks: remove from MAY_ASK"
 
 
+@cache
+def names_a_family(text: str) -> bool:
+    return FAMILY.search(text) is not None
+
+
 def named_families(module: str) -> Iterator[str]:
     """Yields names and texts of a module's code that speak of a family of models; docstrings and comments may."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    owners = [node for node in ast.walk(trees()[module]) if isinstance(node, kinds)]
+    nodes = [*ast.walk(trees()[module])]
+    owners = [node for node in nodes if isinstance(node, kinds)]
     documented = {id(owner.body[0].value) for owner in owners if owner.body and isinstance(owner.body[0], ast.Expr)}
-    for node in ast.walk(trees()[module]):
+    for node in nodes:
         texts = [getattr(node, key, None) for key in ("id", "attr", "arg", "name", "asname")]
         if isinstance(node, ast.Constant) and id(node) not in documented:
             texts.append(node.value)
-        yield from (text for text in texts if isinstance(text, str) and FAMILY.search(text))
+        yield from (text for text in texts if isinstance(text, str) and names_a_family(text))
 
 
 @pytest.mark.slow

@@ -196,6 +196,7 @@ def test_cards(cards: list[str], case: str, expected: list[list[str]], tmp_path:
         "qwen3.5-122b-fp8",
         "qwen3.5-27b-pictures",
         "qwen3.5-9b-pictures",
+        "kimi-linear-48b",
         "tiny",
     ]
 )

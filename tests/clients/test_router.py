@@ -17,7 +17,7 @@ from tiny_encoder import write_encoder
 from draftwing import LLM
 from draftwing.server.batches.store import ENDED
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]  # tests/server/router shows the same in one process
 
 CHATS = ("qwen3", "llama")
 TURNS = CHATS * 2

@@ -17,7 +17,7 @@ from scripts import script
 
 ROOT = Path(__file__).parents[2]
 SEER = ROOT / "tests" / "images" / "files" / "seer"
-COUNT = 16
+COUNT = 8
 
 pytestmark = pytest.mark.slow
 

@@ -56,9 +56,10 @@ def find_device(asked: str | type[Any]) -> type[Any]:
 
 
 def _path_of(name: str) -> str:
+    if name in DEVICES:  # to look at what is installed takes 15 ms
+        return DEVICES[name]
     further = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
-    known = further | DEVICES
-    if name not in known:
+    if name not in further:
         names = ", ".join((AUTO, *reversed(DEVICES), *sorted(further.keys() - DEVICES)))
         raise ConfigError(f"{_OPTION} must be one of {names}, or module:Class of a device of your own; found {name!r}")
-    return known[name]
+    return further[name]
