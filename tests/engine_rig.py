@@ -111,6 +111,7 @@ class OracleDrafter:
     def __init__(self, book: torch.Tensor, miss: int, lookahead: int = 1) -> None:
         kept = StateSpec((2,), torch.int64)
         self.aux_layers, self.lookahead, self.kv_layers, self.tail = (), lookahead, (kept,), 0
+        self.reads_images = True  # so that what it is shown is asked for
         self.initial_confidence, self.fixed_confidence, self.from_tokens = MAX_CONFIDENCE, False, False
         self.book, self.miss = book, miss
         self.wrong_kv = torch.zeros((), dtype=torch.int64, device=book.device)
@@ -298,6 +299,7 @@ class Rig:
             initial_confidence=initial_confidence,
             ahead=ahead,
             vocab=model.config.vocab_size,
+            reads_images=drafter is not None and drafter.reads_images,
             skips_extend=frozenset(filter(drafter.skips_extend, menu)) if drafter is not None else frozenset(),
             deferral=deferral,
             states=states,

@@ -17,6 +17,7 @@ from image_models import (
     inputs_of,
     loaded,
     picture,
+    prompt_of,
     reference,
     with_prediction_layer,
     write_model,
@@ -28,7 +29,9 @@ from draftwing.config.trees import TreeShape
 from draftwing.core import NO_DEFERRAL, DraftDeferral
 from draftwing.images.processing import Tile
 from draftwing.images.reader import Picture, Prompt, placed, read
+from draftwing.models.dummy import fill_random
 from draftwing.models.heads.loader import load_mtp_head
+from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops import make_ops
 from draftwing.requests.images import axes_of
 from draftwing.spec.build import make_model_drafter
@@ -133,3 +136,34 @@ def test_an_eagle_head(asked: Asked) -> None:
         joined = torch.cat((embeddings[1:], states[:-1]), 1) @ named["fc.weight"].T
         values = joined @ named["layers.0.self_attn.v_proj.weight"].T
         torch.testing.assert_close(stored[:, :, 1].double().flatten(1), values, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("layers", "chunk"), [(1, 7), (2, 7), (2, 64)])
+def test_heads_of_several_layers_read_placeholders_and_wait_for_no_tower(
+    layers: int, chunk: int, tmp_path: Path, one_thread: None
+) -> None:
+    """Text in front of an image is prefilled whole before the tower reads it."""
+    model, _ = loaded(folder := write_model(tmp_path / "model", "gemma4"))
+    head = MTPHead(model, layers, torch.float32, "cpu")
+    fill_random(head, "cpu")
+    drafter = make_model_drafter(head.eval(), 3, 2, torch.float32, make_ops(torch.device("cpu")))
+    ids, images = prompt_of(folder, 3, [(40, 30, 0)])
+    rig = Rig(model, shapes=(CHAIN,), drafter=drafter, rows=2, chunk=chunk, deferral=NO_DEFERRAL)
+    shown, extend = list[bool](), drafter.extend
+    features, ends = rig.executor._images, list[tuple[int, int]]()
+    launch = rig.executor.launch
+
+    def extended(seen: Any) -> None:
+        shown.append(seen.batch.following is not None)
+        extend(seen)
+
+    def launched(plan: Any, *guidance: Any) -> Any:
+        found = launch(plan, *guidance)
+        ends.extend((chunk.start + chunk.length, features.runs) for chunk in plan.chunks)  # type: ignore[union-attr]
+        return found
+
+    drafter.extend, rig.executor.launch = extended, launched  # type: ignore[method-assign]
+    rig.submit("0", ids, greedy(8), images=images)
+    rig.run()
+    assert any(shown) == (layers == 1)
+    assert all(runs == (end > images[0].start - (layers == 1)) for end, runs in ends), ends

@@ -31,6 +31,7 @@ class Part:
         self.asked: list[Any] = []
         self.ops = TorchOps(torch.device("cpu"))
         self.aux_layers, self.lookahead, self.tail = ((1, 2), 1, 1) if source == MODEL else ((), 0, 0)
+        self.reads_images = source == MODEL
         self.kv_layers = (KVSpec(1, 2),) if source == MODEL else ()
         self.fixed_confidence = source == MODEL
         self.head = "head"
@@ -100,6 +101,7 @@ def test_one_alone(pair: PairDrafter) -> None:
 
 def test_what_it_says_of_itself(pair: PairDrafter) -> None:
     assert (pair.aux_layers, pair.lookahead, pair.tail, pair.kv_layers) == ((1, 2), 1, 1, (KVSpec(1, 2),))
+    assert pair.reads_images
     assert not pair.fixed_confidence and pair.initial_confidence == 1 and pair.head == "head"
     assert pair.span(GROWN) == pair.span(DEEP) == 20
     assert pair.span(DEEP._replace(proposer=LOOKUP_ALONE)) == 12

@@ -451,6 +451,7 @@ def _scheduler_config(
     return replace(
         config,
         lookahead=drafter.lookahead,
+        reads_images=drafter.reads_images,
         tail=drafter.tail,
         initial_confidence=drafter.initial_confidence,
         skips_extend=frozenset(filter(drafter.skips_extend, policy.menu)),

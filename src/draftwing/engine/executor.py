@@ -94,7 +94,7 @@ class Executor:
         self._images: ImageFeatures | None = None
         if model.tower is not None:
             in_axes = any(rope.sections for rope in model.config.ropes)
-            heads = drafter is not None and drafter.lookahead > 0
+            heads = drafter is not None and drafter.reads_images
             self._images = ImageFeatures(model.tower, in_axes, table.rows + 1, device, model.config.products, heads)
             table.shift = self._images.shift
         self._backlog: DraftKVBacklog | None = None

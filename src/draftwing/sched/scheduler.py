@@ -56,6 +56,7 @@ class SchedulerConfig:
     mixed_sizes: tuple[int, ...] = ()  # queries that both together are padded to
     prefill_seconds: tuple[tuple[int, float], ...] = ()  # of prefills of so many tokens, none before them, measured
     at_once: int = 1  # tokens of prompts: fewer attend to their keys in the time of so many
+    reads_images: bool = False  # whether the drafter reads an image's features, with the token before each of its own
 
 
 class Scheduler:
@@ -81,7 +82,7 @@ class Scheduler:
         self._prefilled: Sequence[Chunk] = ()  # by the plan before
         self._alone = False  # whether parts of prompts could not be beside the plan before: they are next
         self._prefills = PrefillBudget(config.at_once, config.prefill_seconds)
-        self.tower_schedule = TowerSchedule(self._prefills, config.chunk_tokens, config.lookahead)
+        self.tower_schedule = TowerSchedule(self._prefills, config.chunk_tokens, int(config.reads_images))
         self.choice = ShapeChoice(policy, self._prefills, config.draws_alike, config.deferral, config.edits_by_row)
         self._held: set[Req] = set()  # guided requests that cannot go on yet
         self._prompt_logprobs = PromptLogprobCache()

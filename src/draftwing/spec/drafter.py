@@ -135,6 +135,7 @@ class Drafter(ABC):
 
     aux_layers: tuple[int, ...] = ()  # layers of the target whose hidden states `extend` wants
     lookahead: int = 0  # how many tokens past position t the drafter's KV at t depends on
+    reads_images: bool = False  # whether it reads features of images, which the token behind a query has in `following`
     kv_layers: Sequence[SlotSpec] = ()  # its layers in the pool, after the target's
     from_tokens: bool = False  # whether its KV is made of tokens alone, and nobody else learns from `extend`
     tail: int = 0  # page-table entries past the end of a prompt that `extend` may write for its last chunk

@@ -31,6 +31,7 @@ class HeadsDrafter(Drafter):
         self.aux_layers = (*first.aux_layers, *other.aux_layers)
         self.kv_layers = (*first.kv_layers, *other.kv_layers)
         self.lookahead, self.tail = max(first.lookahead, other.lookahead), max(first.tail, other.tail)
+        self.reads_images = first.reads_images or other.reads_images
         self.calibration = new_calibration(self.ops.device)
         grades = torch.arange(GRADES, device=self.ops.device)
         second = grades + (SECOND_MODEL - MODEL) * LEVELS

@@ -95,7 +95,7 @@ class ModelDrafter(HeadDrafter):
         """rows: those of the row table, its dummy included; topk: the largest of any shape that will be asked for."""
         super().__init__(head, rows, topk, head.width, dtype, ops)
         assert 0 <= head.lookahead <= self.max_lookahead
-        self.lookahead = head.lookahead
+        self.lookahead, self.reads_images = head.lookahead, head.reads_images
         self.from_tokens = not head.aux_layers and not head.lookahead
         self.tail = int(head.lookahead == 0)  # without lookahead the first root has a row of its own
         # `extend` writes `_first`, but for the continuations where `ops.reads_root_late`: these are made by `propose`,

@@ -41,7 +41,7 @@ class MTPDrafter(ModelDrafter):
 
     def __init__(self, head: MTPHead, rows: int, topk: int, dtype: torch.dtype, ops: TorchOps) -> None:
         super().__init__(head, rows, topk, dtype, ops)
-        self.layers = head.lookahead
+        self.layers, self.reads_images = head.lookahead, False
         assert self.layers >= 2
         # Features of the positions kv_len - (n - 1) .. kv_len - 1: written by `extend`, read by both.
         self._kept = torch.zeros(rows, self.layers - 1, head.width, dtype=dtype, device=ops.device)

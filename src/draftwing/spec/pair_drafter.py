@@ -31,7 +31,7 @@ class PairDrafter(Drafter):
         assert not lookup.kv_layers and not lookup.aux_layers and not lookup.fixed_confidence
         self.model, self.lookup, self.grown, self.copied = model, lookup, grown, copied
         self.aux_layers, self.lookahead = model.aux_layers, model.lookahead
-        self.kv_layers, self.tail = model.kv_layers, model.tail
+        self.kv_layers, self.tail, self.reads_images = model.kv_layers, model.tail, model.reads_images
         self.calibration = new_calibration(model.ops.device)
 
     @property

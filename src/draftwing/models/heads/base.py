@@ -57,7 +57,7 @@ class DraftHead:
     aux_layers: target layers that the feature is made of.  width: size of a row's feature, 0 where rows have none.
     target_ids [Vd]: the target's id of each of the head's tokens, None where they are the same.
     top_k: `logits` and the best of them in one call, None where there is none.  in_axes: whether its rotary embedding
-    takes positions in three axes.
+    takes positions in three axes.  reads_images: whether `showing` changes what rows are made of.
     forward_name: the method that runs the network, which --enable-torch-compile compiles.
     adapted: whether factors of adapters may add to its products."""
 
@@ -69,6 +69,7 @@ class DraftHead:
     target_ids: Tensor | None = None
     top_k: HeadTopK | None = None
     in_axes: bool = False
+    reads_images: bool = False
     forward_name: str = "run"
     adapted: bool = False
 
@@ -118,6 +119,7 @@ class FeatureHead(DraftHead, nn.Module):
     """
 
     lookahead = 1
+    reads_images = True
 
     def __init__(
         self, config: ModelConfig, target: DecoderModel, aux_layers: tuple[int, ...], dtype: torch.dtype
