@@ -32,8 +32,8 @@ class Row(NamedTuple):
     models: what was published with it.  source: where its keys are from.  missing: what it is refused for, "": its
     architecture, None: it is served.  says: a part of the refusal, "": what is missing.  stored: how its matrices are
     written, a key of `WRITERS`, or mixed, as ModelOpt does.  like: the `model_type` of transformers that it is one of,
-    where transformers has no such name.  beside: JSON files of its folder that matter, by name.  theirs: what
-    transformers reads besides.
+    where transformers has no such name, or the text alone where it needs others for the whole.  beside: JSON files of
+    its folder that matter, by name.  theirs: what transformers reads besides.
     """
 
     name: str
@@ -89,6 +89,8 @@ def written(folder: Path, name: str, changes: Callable[[dict[str, Any]], dict[st
     plain = without_formats(config)
     if "text_config" in plain:
         plain["text_config"] = without_formats(plain["text_config"])
+    if row.like.endswith("_text"):
+        plain = plain["text_config"]
     if row.like:
         plain |= {"model_type": row.like, "architectures": [architecture(row.like)]}
     plain |= row.theirs

@@ -52,10 +52,11 @@ READ: dict[str, dict[str, Any]] = {
     "dots.llm1.inst": {"scoring_func": "sigmoid"}, "hunyuan-7b-instruct": {"max_position_embeddings": 32768},
     "pythia-1.4b": {"layer_norm_eps": 1e-5},
 }  # fmt: skip
-# Whose files leave out what llama.cpp does without: chunks, a factor of scores or of queries, windows of no layer.
+# Whose files leave out what llama.cpp does without: chunks, a factor of scores or of queries, windows of no layer,
+# embeddings by layer of tokens of images.
 UNSAID = {
     "llama-4-maverick", "gemma-3-4b-it", "gemma-3-12b-it", "gemma-3-27b-it", "rnj-1-instruct", "mistral-small-4-119b",
-    "deepseek-r1-0528-qwen3-8b",
+    "deepseek-r1-0528-qwen3-8b", "gemma-3n-e2b-it",
 }  # fmt: skip
 
 

@@ -30,10 +30,12 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "minicpm3": ("cpu", "blocks", RANKS),
     "afmoe": ("cpu", "blocks", RANKS),
     "laguna": ("cpu", "blocks", RANKS),
-    "deci": ("cpu", "blocks"), "phimoe": ("cpu", "blocks", RANKS),
+    "DeciLM": ("cpu", "blocks"), "Gemma3n": ("cpu", "blocks"), "phimoe": ("cpu", "blocks", RANKS),
     "hunyuan": ("cpu", "blocks", RANKS), "apertus": ("cpu", "blocks", RANKS), "arcee": ("cpu", "blocks"),
     "llama4": ("cpu", "blocks", RANKS), "llama4-plain": ("cpu",),
 }  # fmt: skip
+# Which the tests of whole decoders have not.
+OF_PUBLISHED = {"DeciLM": "llama-3.3-nemotron-super-49b", "Gemma3n": "gemma-3n-e2b-it"}
 WHOLE = {"granite", "minicpm3", "llama4"}  # of the others all places but the first are exhaustive
 
 
@@ -57,6 +59,7 @@ MORE: dict[str, dict[str, Any]] = {
     "smollm3": {"tie_word_embeddings": False},
     "cohere2": {"tie_word_embeddings": False, "logit_scale": 2.0},
     "gemma2": {"tie_word_embeddings": False, "final_logit_softcapping": 30.0},
+    "Gemma3n": {"tie_word_embeddings": False, "vocab_size_per_layer_input": 40, "sliding_window": 6},
 }
 pytestmark = pytest.mark.slow
 
@@ -69,8 +72,9 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def case(harness, family, one_thread):
     own = {"vocab_size": harness.VOCAB, "max_position_embeddings": harness.CONTEXT, **MORE.get(family, {})}
-    if family == "deci":  # which transformers has not
-        config = from_hf({**published("llama-3.3-nemotron-super-49b"), **own})
+    if family in OF_PUBLISHED:
+        found = published(OF_PUBLISHED[family])
+        config = from_hf({**found.get("text_config", found), **own, "architectures": [f"{family}ForCausalLM"]})
     else:
         prefix, settings = FAMILIES[family]
         config = from_hf({**SIZES, **settings, **own, "architectures": [f"{prefix}ForCausalLM"]})

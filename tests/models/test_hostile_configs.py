@@ -20,6 +20,7 @@ import tiny_encoder
 import tiny_gguf
 import torch
 from hybrid_models import KINDS, reference
+from models.families import test_gemma3n
 from models.test_decoder import random_reference
 from models.test_gguf_families import UNSAID
 from models.test_gguf_families import write as write_family
@@ -52,6 +53,7 @@ PUBLISHED |= {
     for name in (
         "bamba-9b-v2",
         "cwm-32b",
+        "gemma-3n-e2b-it",
         "flexolmo-7x7b-1t",
         "granite-swash-2b",
         "granite-swash-3b-a600m",
@@ -251,6 +253,8 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str, part: int) -> None:
     if arch == "gemma4":
         model = gemma4_models.reference("per-layer")
         file = open_gguf(gemma4_models.write_gguf(tmp_path / "m.gguf", model, suppressed=[3], edit=more))
+    elif arch == "gemma3n":
+        file = open_gguf(test_gemma3n.write_gguf(tmp_path / "m.gguf", test_gemma3n.reference()))
     elif arch in LATENT:
         latent = moe_models.reference(LATENT[arch])
         file = open_gguf(moe_models.write_gguf(tmp_path / "m.gguf", latent.config, latent.state_dict()))

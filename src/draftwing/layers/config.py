@@ -138,6 +138,21 @@ class StreamsConfig:
         """Returns the number of values in the matrices of one part."""
         return self.count * hidden * (2 * self.rank + self.count)
 
+    def around(self, hidden: int) -> int:
+        """Returns the same of what is before and behind all layers."""
+        return self.weights(hidden)
+
+
+@dataclass(frozen=True)
+class AltUpConfig(StreamsConfig):
+    """Streams of which layers compute the first (`layers.altup`). rank: of the product beside attention."""
+
+    def weights(self, hidden: int) -> int:
+        return self.rank * hidden + self.count * hidden // 2
+
+    def around(self, hidden: int) -> int:
+        return 2 * (self.count - 1) * hidden**2
+
 
 @dataclass(frozen=True)
 class NgramConfig:
@@ -169,14 +184,14 @@ class LayerConfig:
     experts: in place of an MLP of `ffn`, or beside it.  activation: of the MLP's gate, or of one without a gate.
     in_norms, out_norms: whether there are norms before mixer and MLP, and behind them, before the residual stream is
     added.  parallel: whether the MLP stands beside the mixer, and reads what that reads; own_norm: it has a norm of its
-    own then, of the same stream.  residual_scale: of what mixer and MLP give, before it is added.
-    per_layer: size of an embedding of the token that this layer alone reads (`layers.embedding`), 0: there is
-    none.  scaled: whether its output has a factor.  normed_residual: whether mixer and MLP add to what they read, not
-    to the stream before its norm.  streams: in place of one residual stream (`layers.streams`).
-    ngram: what it adds to them first, beside a mixer that keeps its state by row.  block: columns between two matrices
-    of an MLP that one rank has together.  weight_format: of its matrices, see `ModelConfig.spread`.  inputs: of the
-    matrices whose inputs are gathered, by their name in the layer, what each rank has of these; none but where results
-    have the bits of one rank.
+    own then, of the same stream.  residual_scale: of what mixer and MLP give, before it is added. per_layer: size of an
+    embedding of the token that this layer alone reads (`layers.embedding`), 0: there is none.  scaled: whether its
+    output has a factor.  normed_residual: whether mixer and MLP add to what they read, not to the stream before its
+    norm.  sparsity: standard deviations above the mean of a row's gates below which they count as 0, None: they are as
+    they are.  streams: in place of one residual stream (`layers.streams`, `layers.altup`). ngram: what it adds to them
+    first, beside a mixer that keeps its state by row.  block: columns between two matrices of an MLP that one rank has
+    together.  weight_format: of its matrices, see `ModelConfig.spread`.  inputs: of the matrices whose inputs are
+    gathered, by their name in the layer, what each rank has of these; none but where results have the bits of one rank.
     """
 
     hidden: int
@@ -194,6 +209,7 @@ class LayerConfig:
     per_layer: int = 0
     scaled: bool = False
     normed_residual: bool = False
+    sparsity: float | None = None
     streams: StreamsConfig | None = None
     ngram: NgramConfig | None = None
     block: int = 1
@@ -264,6 +280,8 @@ class LayerConfig:
         size = ranks.size
         if size == 1:
             return replace(self, ranks=ranks) if ranks.invariant else self
+        if self.sparsity is not None:
+            raise ConfigError(f"--tp-size {size}: the model has gates that are compared with all others; expected 1")
         mixer, experts, kind = self.mixer.spread(ranks), self.experts, "intermediate size"
         widths = [self.ffn]
         if experts is not None:

@@ -63,18 +63,20 @@ class PerLayerEmbedding(nn.Module):
         device: torch.device,
         form: WeightFormat,
     ) -> None:
-        """size: of a layer's embedding.  form: of the matrix that is multiplied with."""
+        """size: of a layer's embedding.  vocab: tokens that have one; others have that of token 0.  form: of the matrix
+        that is multiplied with."""
         super().__init__()
-        self._shape = layers, size
+        self._shape, self._vocab = (layers, size), vocab
         self.embed = Embedding(Linear(layers * size, vocab, False, dtype, device, MappedFormat()))
         self.project = Linear(hidden, layers * size, False, dtype, device, form)
         self.norm = RMSNorm(size, norm.eps, norm.dtype(dtype), device)
+        self.some = False  # whether there are other tokens
         # The root is rounded as the table is.
         self._factors = hidden**-0.5, torch.tensor(size**0.5, dtype=dtype).item(), 2**-0.5
 
     def forward(self, ids: Tensor, x: Tensor, ops: LayerOps) -> Tensor:
         """ids [M]; x [M, hidden], the scaled embedding -> [M, layers, size]"""
-        known, rows = self.embed.source(ids)
+        known, rows = self.embed.source(ids.where(ids < self._vocab, 0) if self.some else ids)
         own = ops.add_scaled(rows if known is None else ops.take_rows(rows, known), None, self._factors[1])
         made = self.norm(ops.add_scaled(self.project(x), None, self._factors[0]).view(-1, self._shape[1]))
         return ops.add_scaled(made.view(own.shape), own, self._factors[2]).view(-1, *self._shape)
@@ -102,10 +104,11 @@ class LayerEnd(nn.Module):
     def forward(self, x: Tensor, embedding: Tensor | None) -> Tensor:
         """x [M, hidden]; embedding [M, per_layer], whose rows may be apart -> [M, hidden]"""
         scale = 1.0 if self.scalar is None else self.scalar
-        if self.gate is None or self.out is None or self.norm is None:
-            return self._ops.add_scaled(x, None, scale)
-        assert embedding is not None
-        gated = self._ops.gelu_mul(self._ops.concat_columns(self.gate(x), embedding))
-        return self._ops.add_scaled(x, self.norm(self.out(gated)), scale)
+        return self._ops.add_scaled(x, None if self.gate is None else self.made(x, embedding), scale)
+
+    def made(self, x: Tensor, embedding: Tensor | None) -> Tensor:
+        """x [M, hidden]; embedding [M, per_layer] -> norm(out(gelu(gate(x)) * embedding)), [M, hidden]"""
+        assert self.gate is not None and self.out is not None and self.norm is not None and embedding is not None
+        return self.norm(self.out(self._ops.gelu_mul(self._ops.concat_columns(self.gate(x), embedding))))
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -8,11 +8,32 @@ from torch import Tensor, nn
 
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear import Linear
+from draftwing.layers.norm import ByOps, row_sizes
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
 
 # What a checkpoint has of each layer's activation, and its size, 0: a number.
 XIELU = {"alpha_p": 1, "alpha_n": 1, "beta": 0, "eps": 0}
+
+
+class SparseGates(ByOps):
+    """GELU of what of a row's gates is above their mean and so many of their standard deviations, times ups."""
+
+    def __init__(self, deviations: float) -> None:
+        super().__init__()
+        self._deviations = deviations
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """gate_up [M, 2 * ffn] -> [M, ffn]. A row has the same bits in any batch."""
+        gate, up = gate_up.chunk(2, 1)
+        wide = gate.float().contiguous()
+        first = torch.zeros(len(wide), 1, dtype=torch.int64, device=wide.device)
+        mean = self.ops.exact_logits(wide, torch.ones_like(wide[:1]), first) / wide.shape[1]
+        apart = wide - mean
+        left = F.relu(apart - self._deviations * row_sizes(self.ops, apart)).to(gate_up.dtype)
+        return self.ops.gelu_mul(self.ops.concat_columns(left, up))
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
 
 class GatedMLP(nn.Module):
@@ -24,10 +45,13 @@ class GatedMLP(nn.Module):
         self.gelu = config.activation == "gelu"
         self.gate_up = Linear(hidden, 2 * ffn, bias, dtype, device, form)
         self.down = config.last_matrix("mlp", ffn, bias, dtype, device)
+        self.sparse = None if config.sparsity is None else SparseGates(config.sparsity)
+        assert self.sparse is None or self.gelu
 
     def forward(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added, and may be overwritten -> [M, hidden]"""
-        return self.down(self.gate_up.gated(x, self.gelu), residual, overwrite=True)
+        inner = self.gate_up.gated(x, self.gelu) if self.sparse is None else self.sparse(self.gate_up(x))
+        return self.down(inner, residual, overwrite=True)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 

@@ -17,6 +17,21 @@ def row_squares(ops: LayerOps, x: Tensor) -> Tensor:
     return ops.exact_logits(x, x, torch.arange(len(x), device=x.device).unsqueeze(1))
 
 
+def row_sizes(ops: LayerOps, x: Tensor, least: float = 0.0) -> Tensor:
+    """x [M, n] -> roots of the means of the squares of its rows, which are `least` at least, [M, 1] float32"""
+    return (row_squares(ops, x) / x.shape[1]).clamp(min=least).sqrt()
+
+
+class ByOps(nn.Module):
+    """A module that computes with `ops` besides its matrices and norms."""
+
+    ops: LayerOps = PLAIN
+
+    def pack(self, ops: LayerOps) -> None:
+        """Lets the device do that from now on."""
+        self.ops = ops
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * weight over the last axis, the mean in float32 whatever the dtype of x."""
 

@@ -6,22 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.layers.config import NormConfig
-from draftwing.ops.table import PLAIN, LayerOps
+from draftwing.layers.norm import ByOps
 
 
-class StreamNorm(nn.Module):
+class StreamNorm(ByOps):
     """The norm of each of `count` streams by itself, with weights of its own; rounded once."""
 
     def __init__(self, hidden: int, count: int, norm: NormConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         wide = torch.promote_types(dtype, torch.float32)
         self.weight = nn.Parameter(torch.ones(count * hidden, dtype=wide, device=device))
-        self.ops: LayerOps = PLAIN
         self._hidden, self._eps = hidden, norm.eps
-
-    def pack(self, ops: LayerOps) -> None:
-        """Lets a kernel of `ops` do it from now on."""
-        self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
         """x [M, count * hidden] -> the same"""

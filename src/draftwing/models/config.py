@@ -48,7 +48,8 @@ class ModelConfig:
     are stored that are quantised in a way which any format takes, None: none are.  factors: what matrices of layers are
     multiplied with when they are loaded, by their names below a layer.  tower: of what reads images, None:
     nothing does.  encoder: what it has in front of its layers and behind them if these see whole texts, None: it is a
-    decoder.  ahead: what its prediction layer is, where the family knows that by itself, else empty.
+    decoder.  ahead: what its prediction layer is, where the family knows that by itself, else empty.  own_rows: how
+    many tokens have embeddings by layer, 0: all.
     """
 
     architecture: str
@@ -74,6 +75,7 @@ class ModelConfig:
     tower: TowerConfig | None = None
     encoder: EncoderConfig | None = None
     ahead: tuple[LayerConfig, ...] = ()
+    own_rows: int = 0
 
     @property
     def family(self) -> Family:
@@ -155,9 +157,14 @@ class ModelConfig:
     def matrix_weights(self) -> int:
         """Returns values in all matrices that memory must hold: of the layers, the embedding and the head."""
         vocab = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        last = 0 if self.streams is None else self.streams.weights(self.hidden_size)
+        last = 0 if self.streams is None else self.streams.around(self.hidden_size)
         tables = 0 if self.encoder is None else (self.encoder.rows + self.encoder.types) * self.hidden_size
         return self.layer_weights + vocab + last + tables + self.hidden_size * self.per_layer * self.num_layers
+
+    @property
+    def per_layer_rows(self) -> int:
+        """Returns how many tokens have embeddings by layer."""
+        return self.own_rows or self.vocab_size
 
     def __post_init__(self) -> None:
         check_sizes(self, ("hidden_size", "num_layers", "vocab_size"))
@@ -284,6 +291,7 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         tower=tower,
         encoder=encoder,
         ahead=made[layers:],
+        own_rows=fields.whole("vocab_size_per_layer_input", default=0) if made[0].per_layer else 0,
         factors=() if family.factors is None else tuple(family.factors(fields).items()),
     )
     refuse_unread(fields, family.neutral, known_alone=head)

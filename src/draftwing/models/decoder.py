@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.layers.adapters import AdaptedGroups, AdaptedWeight
+from draftwing.layers.altup import AltUpLast, AltUpLayer, AltUpStart
 from draftwing.layers.attention import Attention
-from draftwing.layers.config import Mixer
+from draftwing.layers.config import AltUpConfig, LayerConfig, Mixer
 from draftwing.layers.decoder_layer import DecoderLayer, whole_layers
 from draftwing.layers.embedding import Embedding, PerLayerEmbedding
 from draftwing.layers.encoder import Encoder
@@ -25,9 +26,8 @@ from draftwing.layers.linear import Linear, vocab_parallel
 from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.linear_ops.groups import dequantise_beside_attention
 from draftwing.layers.linear_ops.mapped import Mapped
-from draftwing.layers.norm import RMSNorm, norm_of
+from draftwing.layers.norm import ByOps, RMSNorm, norm_of
 from draftwing.layers.rope import Rope
-from draftwing.layers.stream_norm import StreamNorm
 from draftwing.layers.streams import StreamedLayer, Streams
 from draftwing.models.config import ModelConfig, pool_layers
 from draftwing.models.quantised.read import KVScales
@@ -67,9 +67,9 @@ class DecoderModel(nn.Module):
         self.embed = Embedding(_vocab_matrix(config, dtype, device, ranks))
         self.per_layer = _per_layer(config, dtype, device) if config.per_layer else None
         self.layers = nn.ModuleList(
-            (DecoderLayer if layer.streams is None else StreamedLayer)(layer, at, dtype, device)
-            for layer, at in zip(layers, pool_layer, strict=True)
+            _kind(layer)(layer, at, dtype, device) for layer, at in zip(layers, pool_layer, strict=True)
         )
+        self.start = _start(config, dtype, device)
         self.norm = _last_norm(config, dtype, device)
         self.encoder = None if config.encoder is None else Encoder(config.encoder, config.hidden_size, dtype, device)
         self.lm_head = self.embed.table if config.tie_embeddings else _vocab_matrix(config, dtype, device, ranks)
@@ -185,11 +185,11 @@ class DecoderModel(nn.Module):
             x = self.norm(outs[whole.last])
             return x, self._joined(aux_layers, x, whole.joined(outs))
         count = 1 if self.config.streams is None else self.config.streams.count
-        x = x if count == 1 else x.repeat(1, count)
-        streams = {0: x} if 0 in aux_layers else {}
         embeddings = None
         if self.per_layer is not None:
             embeddings = self.per_layer(self._blanked(ids, images), x, self._ops)  # [M, layers, size]
+        x = self.start(x) if self.start is not None else x if count == 1 else x.repeat(1, count)
+        streams = {0: x} if 0 in aux_layers else {}
         normed = self._norms[0](x) if self._norms else None
         under: Tensor | Fp8Rows | None = None  # x under the norm that comes next
         for i, (layer, rope) in enumerate(zip(self.layers, self._rope_of, strict=True), 1):
@@ -400,15 +400,36 @@ class DecoderModel(nn.Module):
 
 
 def _per_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> PerLayerEmbedding:
-    sizes = config.hidden_size, config.per_layer, config.num_layers, config.vocab_size
-    return PerLayerEmbedding(*sizes, config.norm, dtype, device, config.weight_format)
+    sizes = config.hidden_size, config.per_layer, config.num_layers, config.per_layer_rows
+    made = PerLayerEmbedding(*sizes, config.norm, dtype, device, config.weight_format)
+    made.some = config.per_layer_rows < config.vocab_size
+    return made
 
 
-def _last_norm(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RMSNorm | Streams:
+def _kind(layer: LayerConfig) -> type[DecoderLayer]:
+    return (
+        DecoderLayer
+        if layer.streams is None
+        else AltUpLayer
+        if isinstance(layer.streams, AltUpConfig)
+        else StreamedLayer
+    )
+
+
+def _start(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AltUpStart | None:
+    """Returns what makes streams of embeddings; None where they are these, or there is one."""
+    if not isinstance(config.streams, AltUpConfig):
+        return None
+    return AltUpStart(config.streams.count, config.hidden_size, dtype, device, config.weight_format)
+
+
+def _last_norm(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RMSNorm | Streams | AltUpLast:
     """Returns what stands before the head: of several streams what makes one of them."""
     hidden, norm = config.hidden_size, config.norm
     if config.streams is None:
         return norm_of(norm, hidden, dtype, device)
+    if isinstance(config.streams, AltUpConfig):
+        return AltUpLast(config.streams.count, hidden, norm, dtype, device, config.weight_format)
     return Streams(config.streams, hidden, norm, dtype, device, config.weight_format, adds=False)
 
 
@@ -432,7 +453,7 @@ def use_between(module: nn.Module, ops: LayerOps) -> None:
     for part in module.modules():
         if isinstance(part, Linear | DecoderLayer):
             part.use(ops)
-        elif isinstance(part, RMSNorm | StreamNorm):
+        elif isinstance(part, RMSNorm | ByOps):
             part.pack(ops)
 
 
@@ -449,7 +470,7 @@ def pack_layers(module: nn.Module, ops: LayerOps, mode: PackMode, keep: Linear |
         if isinstance(part, Linear):
             rows_only = part in tables and part is not keep
             part.pack(ops, mode._replace(name=name, keep_weight=part is keep, rows_only=rows_only))
-        elif isinstance(part, RMSNorm | Embedding | StreamNorm):
+        elif isinstance(part, RMSNorm | Embedding | ByOps):
             part.pack(ops)
         elif isinstance(part, ExpertMLP):
             mixtures.append(part)

@@ -41,7 +41,7 @@ EXPERT_PARTS = re.compile(rf"blk\.(\d+)\.({'|'.join(EXPERT_TENSORS)})\.(weight|b
 _NORM = re.compile(r"norm(_key|_query|_conv)?\.weight$")
 _JOINED = re.compile(r"(blk\.\d+\.)(ssm_ba|ssm_in)\.weight")  # of delta nets, by key head
 NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
-_OF_CONFIG = "rope_freqs.", "rope_factors_"
+_OF_CONFIG = "rope_freqs.", "rope_factors_", "altup_"
 # Of a prediction layer, copies of the model's embedding and head.
 _NEXTN_COPIES = ".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight"
 
@@ -84,7 +84,7 @@ def tensors(
         # Of the model's embedding and head, or of what is there in two parts.
         copied = name.endswith(_NEXTN_COPIES) or is_copy(name, file.tensors)
         if name.startswith(_OF_CONFIG) or copied or (block is not None and int(block[1]) >= own) != predicting:
-            continue  # part of the config, or nobody asks for it
+            continue  # part of the config, or of `InGGUF.more`, or nobody asks for it
         match = EXPERT_PARTS.fullmatch(name)
         if match:
             yield from _of_experts(file, config, name, match, in_blocks, own, experts, cuts)
@@ -289,7 +289,14 @@ _NEXTN_NAMES = {
     "nextn.shared_head_norm": "norm",
     "layer_output_norm": "norm",
 }
-_BARE = {"A_log", "dt_bias", "D", "sinks", "layer_scalar"}  # ends of names without `.weight` or `.bias` in folders
+_BARE = {
+    "A_log",
+    "dt_bias",
+    "D",
+    "sinks",
+    "layer_scalar",
+    "correct_output_scale",
+}  # ends of names without `.weight` or `.bias` in folders
 
 
 def _table_name(config: ModelConfig) -> str:

@@ -179,7 +179,7 @@ def mapped_bytes(path: Path, config: ModelConfig) -> int:
         return file.raw(gguf_tensors.PER_LAYER).nbytes if gguf_tensors.PER_LAYER in file.tensors else 0
     if not config.per_layer:
         return ngrams
-    return config.vocab_size * config.num_layers * config.per_layer * (config.dtype or torch.bfloat16).itemsize
+    return config.per_layer_rows * config.num_layers * config.per_layer * (config.dtype or torch.bfloat16).itemsize
 
 
 def _tied(tensors: Tensors) -> Tensors:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
-from draftwing.layers.config import ExpertConfig, LayerConfig, NgramConfig, StoredMatrix, StoredVector
+from draftwing.layers.altup import stored_altup, stored_around
+from draftwing.layers.config import AltUpConfig, ExpertConfig, LayerConfig, NgramConfig, StoredMatrix, StoredVector
 from draftwing.layers.encoder import EncoderConfig
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, blocks_or_dense
@@ -49,7 +50,10 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
     vocab, form = ranks.share(config.vocab_size), config.vocab_format
     final_norm = config.family.final_norm.format(config.num_layers)
     table = named(form, "model.embed_tokens", "embed.table", 0, vocab.size, Cut(0, vocab))
-    if config.streams is None:
+    if isinstance(config.streams, AltUpConfig):
+        around = stored_around(config.streams, config.hidden_size, final_norm)
+        table |= entries(config, config.layers[0], around, ranks=ranks)
+    elif config.streams is None:
         table[f"{final_norm}.weight"] = ParamSlice("norm.weight", 0, config.hidden_size, added=config.norm.offset)
     else:
         last = stored_streams(config.streams, config.hidden_size, final_norm, "norm", adds=False)
@@ -58,7 +62,7 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
         table[f"{final_norm}.bias"] = ParamSlice("norm.bias", 0, config.hidden_size)
     if config.per_layer:
         rows, inner = config.num_layers * config.per_layer, "per_layer.norm.weight"
-        table |= named(DENSE, PER_LAYER, "per_layer.embed.table", 0, config.vocab_size)
+        table |= named(DENSE, PER_LAYER, "per_layer.embed.table", 0, config.per_layer_rows)
         table |= named(config.weight_format, "model.per_layer_model_projection", "per_layer.project", 0, rows)
         table["model.per_layer_projection_norm.weight"] = ParamSlice(inner, 0, config.per_layer)
     if not config.tie_embeddings:
@@ -97,7 +101,10 @@ def layer_names(
     layer = whole.spread(ranks)
     inner, bias = width_share(ranks, whole.ffn, whole.block), layer.mlp_bias
     parts = [part._replace(param=f"mixer.{part.param}") for part in whole.mixer.stored(hidden, ranks)]
-    if layer.streams is not None:
+    gated_streams = layer.streams is not None and not isinstance(layer.streams, AltUpConfig)
+    if isinstance(layer.streams, AltUpConfig):
+        parts += stored_altup(layer.streams, hidden)
+    elif layer.streams is not None:
         parts += stored_streams(layer.streams, hidden, "attn_hyper_connection", "before_mixer")
         parts += stored_streams(layer.streams, hidden, "mlp_hyper_connection", "before_mlp")
     if layer.streams is not None and layer.ngram is not None:
@@ -109,7 +116,7 @@ def layer_names(
     norms = {"post_attention_layernorm": "attn_out_norm" if layer.out_norms else "mlp_norm"}
     if layer.out_norms:
         norms |= {"pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "mlp_out_norm"}
-    if (layer.parallel and not layer.own_norm) or not layer.has_mlp or layer.streams is not None:
+    if (layer.parallel and not layer.own_norm) or not layer.has_mlp or gated_streams:
         norms.clear()
     if not layer.in_norms:
         norms.pop("pre_feedforward_layernorm", None)

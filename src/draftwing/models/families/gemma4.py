@@ -51,14 +51,14 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
     wide = shared and fields.flag("use_double_wide_mlp")
     layer = replace(layer, scaled=True, per_layer=_per_layer(fields))
     mixers = [_attention(fields, layer.mixer, kind, i) for i, kind in enumerate(kinds)]
-    read = _sources(kinds, count - shared)
+    read = sources(kinds, count - shared)
     return tuple(
         replace(layer, mixer=replace(mixer, kv_from=of), ffn=layer.ffn * (2 if wide and of is not None else 1))
         for mixer, of in zip(mixers, read, strict=True)
     )
 
 
-def _sources(kinds: list[Any], own: int) -> list[int | None]:
+def sources(kinds: list[Any], own: int) -> list[int | None]:
     """Returns for each layer whose keys and values it reads: None for the first `own`, then the last of these of its
     kind. Raises CheckpointError where there is none."""
     last = {kind: i for i, kind in enumerate(kinds[:own])}
@@ -102,7 +102,7 @@ def _per_layer(fields: Fields) -> int:
 _HEADS, _WIDTH = "attention.head_count_kv", "feed_forward_length"  # which may be lists, a number for each layer
 
 
-def _of_first(fields: Fields) -> Fields:
+def first_of(fields: Fields) -> Fields:
     """Returns the metadata with that of the first layer in place of a number for each."""
     own = {}
     for key in (_HEADS, _WIDTH):
@@ -114,10 +114,10 @@ def _of_first(fields: Fields) -> Fields:
 
 def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     """Returns the layers; layer: one without a window."""
-    found = _each(fields, "attention.sliding_window_pattern", count, "biu")
+    found = each_of(fields, "attention.sliding_window_pattern", count, "biu")
     windowed = [fields.flag("attention.sliding_window_pattern")] * count if found is None else [*map(bool, found)]
     shared = fields.whole("attention.shared_kv_layers", 0, count - 1, 0)
-    heads, widths = _numbers(fields, _HEADS, count), _numbers(fields, _WIDTH, count)
+    heads, widths = numbers(fields, _HEADS, count), numbers(fields, _WIDTH, count)
     swa = fields.whole("attention.key_length_swa", 1, WIDEST)
     fields.whole("attention.value_length_swa", swa, swa, swa)
     fields.whole("rope.dimension_count_swa", swa, swa, swa)
@@ -125,7 +125,7 @@ def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> 
     size, mixer = fields.whole("embedding_length_per_layer_input", 0, WIDEST, 0), layer.mixer
     assert isinstance(mixer, AttentionConfig)
     made = []
-    for i, of in enumerate(_sources(windowed, count - shared)):
+    for i, of in enumerate(sources(windowed, count - shared)):
         own = replace(mixer, scalar=1, v_norm=True, kv_from=of, kv_heads=heads[i])
         if windowed[i]:
             own = replace(own, window=window, rope=1, head_dim=swa)
@@ -136,7 +136,7 @@ def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> 
     return tuple(made)
 
 
-def _each(fields: Fields, key: str, count: int, kinds: str) -> list[Any] | None:
+def each_of(fields: Fields, key: str, count: int, kinds: str) -> list[Any] | None:
     """Returns the first `count` values of an array of one of numpy's kinds; None where it is no array."""
     value = fields.get(key)
     if not isinstance(value, np.ndarray):
@@ -147,9 +147,9 @@ def _each(fields: Fields, key: str, count: int, kinds: str) -> list[Any] | None:
     return found
 
 
-def _numbers(fields: Fields, key: str, count: int) -> list[int]:
+def numbers(fields: Fields, key: str, count: int) -> list[int]:
     """Returns a number for each layer; there may be one for all."""
-    found = _each(fields, key, count, "iu")
+    found = each_of(fields, key, count, "iu")
     if found is None:
         return [fields.whole(key, 1, WIDEST)] * count
     if not all(0 < one <= WIDEST for one in found):
@@ -201,7 +201,7 @@ FAMILIES = {
                 "ffn_down_exps.scale": "router.per_expert_scale",
             },
             experts=ExpertMetadata(more={"beside": True}),
-            fields=_of_first,
+            fields=first_of,
             layers=_in_gguf,
             own_windows=True,
             assistant="gemma4-assistant",
