@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -401,3 +402,14 @@ def test_every_kind_of_picture_is_what_transformers_sees(client: TestClient, eng
     assert tuple(theirs["image_grid_thw"][0][1:]) == image.grid
     patches = theirs["pixel_values"].reshape(*image.grid, 3, 8, 8).transpose(0, 3, 1, 4, 2)
     assert np.array_equal(patches.reshape(image.pixels.shape), image.pixels)
+
+
+def test_a_trace_tells_which_tokens_are_images(client: TestClient, engine: FakeEngine) -> None:
+    content = [OPENAI, A, OPENAI]
+    body = {"messages": [USER | {"content": content}], "max_tokens": 4, "stream": True, "speculative_trace": True}
+    lines = client.post(CHAT, json=body).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    steps = [step for one in events for choice in one["choices"] for step in choice.get("speculative_trace", ())]
+    (request,) = engine.requests
+    assert steps[0]["images"] == [image.tokens for image in request.images] and len(steps[0]["images"]) == 2
+    assert len(steps) > 1 and not any("images" in step for step in steps[1:])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fake_engine import FakeEngine, local
 from scripted import client_of, serving
@@ -23,6 +24,7 @@ import draftwing
 from draftwing.config.options import Options
 from draftwing.core import Output
 from draftwing.engine.process.link import EngineDead
+from draftwing.requests.images import RequestImage
 from draftwing.requests.request import GenerationRequest, SpecLimits
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.service import Service
@@ -342,6 +344,29 @@ def test_unless_they_are_to_be() -> None:
     began(one, 1)
     (request,) = taken(one)["requests"]
     assert request["prompt"] == "a secret question" and request["text"] == Written.text[-MAX_TEXT:]
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([], "a long question"),
+        ([6], "a long[image, 1,200 tokens] question"),
+        ([0, 15], "[image, 1,200 tokens]a long question[image, 1,200 tokens]"),
+    ],
+)
+def test_an_image_in_a_prompt_is_one_span(places: list[int], expected: str) -> None:
+    one = service(ui_show_texts=True)
+    ids, images = one.tokenizer.encode("a long question"), list[RequestImage]()
+    for place in places:
+        start = place + sum(image.tokens for image in images)
+        images.append(RequestImage(start, (30, 40), np.zeros((1, 1, 3), np.uint8), bytes(16)))
+        ids[start:start] = [1] * 1200
+    request = GenerationRequest("uid-0", ids, SamplingParams(), name="job", images=tuple(images))
+    one.engine.observer.begin("job", [request], [Written()])
+    assert taken(one)["requests"][0]["prompt"] == expected
+    long = request._replace(prompt_ids=[*ids, *one.tokenizer.encode("b" * 500)], uid="uid-1")
+    one.engine.observer.begin("more", [long], [Written()])
+    assert set(taken(one)["requests"][1]["prompt"]) == {"b"}, "its end alone"
 
 
 def test_what_is_shown_is_bounded() -> None:

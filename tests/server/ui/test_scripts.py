@@ -320,6 +320,28 @@ def test_a_trace_in_a_file_is_the_trace(run: Run) -> None:
     assert found["perStep"] == 1.5 and all(found["refused"]) and "Entry 1" in found["refused"][-1]
 
 
+def test_images_of_a_prompt_are_spans(run: Run) -> None:
+    """Each with its picture, where it is known which that is."""
+    script = """
+    const { readTrace } = await import("./trace.js");
+    const { spans } = await import("./pictures.js");
+    const shown = (name) => ({ name, url: `data:image/png;${name}` });
+    const whole = (images, pictures) => spans(images, pictures.map(shown));
+    const fits = data.map((images) => {
+      const step = { step: 0, seconds: 0.1, requests: 1, tokens: [{ id: 1, text: "a" }], nodes: [], images };
+      const file = { format: "draftwing-trace", version: 1, drafts: true, steps: [step] };
+      try { return readTrace(JSON.stringify(file)).steps[0].images; } catch { return "none"; }
+    });
+    give([whole([300, 64], ["a", "b"]), whole([1200], []), whole([64, 64, 64], ["a"]), whole([], []), fits]);"""
+    both, alone, tiles, none, fits = run(script, [[300], None, [0], ["<b>"], 3])
+    words = [["small", {}, [f"image, {count} tokens"]] for count in ("300", "64")]
+    for (_, _, (image, text)), name, expected in zip(both, "ab", words, strict=True):
+        assert image[:2] == ["img", {"src": f"data:image/png;{name}", "alt": name, "title": name}] and text == expected
+    assert alone == [["small", {}, ["image, 1,200 tokens"]]] and none == []
+    assert tiles[0][2][0][0] == "img" and tiles[1] == ["small", {}, ["3 images or tiles, 192 tokens"]]
+    assert fits == [[300], "none", "none", "none", "none"]
+
+
 def test_figures_of_an_answer(run: Run) -> None:
     script = """
     const { figures } = await import("./answers.js");

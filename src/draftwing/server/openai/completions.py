@@ -15,6 +15,7 @@ from fastapi.responses import Response
 
 from draftwing.config.trees import SOURCES
 from draftwing.core import TracedStep
+from draftwing.requests.images import RequestImage
 from draftwing.server.anthropic import model_card as anthropic_card
 from draftwing.server.chat import Chats
 from draftwing.server.endpoints import counted, read_body, read_generation, respond, schema, unless_disconnected
@@ -185,7 +186,7 @@ class Completion:
         """Returns events of an answer that made progress."""
         contents: list[dict[str, Any]] = []
         if steps := answer.take_trace():
-            trace = [_traced_step(step, self._texts) for step in steps]
+            trace = [_traced_step(step, self._texts, answer.request.images) for step in steps]
             contents.append({**self._nothing(), "speculative_trace": trace})
         contents += self._pieces(answer, text, first)
         events = [self._chunk(head, answer, content, None, large) for content in contents]
@@ -390,8 +391,8 @@ class ChatCompletion(Completion):
         return chat_logprobs(answer, tokens, self._names, self._top) if tokens or empty else None
 
 
-def _traced_step(step: TracedStep, texts: TokenTexts) -> dict[str, Any]:
-    """One entry of `speculative_trace`; docs/page.md describes it."""
+def _traced_step(step: TracedStep, texts: TokenTexts, images: Sequence[RequestImage]) -> dict[str, Any]:
+    """One entry of `speculative_trace`; docs/page.md describes it. images: of the prompt."""
     return {
         "step": step.number,
         "seconds": round(step.seconds, 6),
@@ -408,6 +409,7 @@ def _traced_step(step: TracedStep, texts: TokenTexts) -> dict[str, Any]:
             }
             for node in step.nodes
         ],
+        **({"images": [image.tokens for image in images]} if images and step.number == 0 else {}),
     }
 
 

@@ -22,6 +22,7 @@ from fastapi.responses import Response
 
 from draftwing.config.trees import SOURCES
 from draftwing.engine.process.link import EngineDead
+from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.server.chat import Chats
 from draftwing.server.edge.keys import client_name
@@ -29,6 +30,7 @@ from draftwing.server.http import EventStream, error_response, event
 from draftwing.server.learning import Learning
 from draftwing.server.service import Service
 from draftwing.server.telemetry.observer import AnswerRecord
+from draftwing.text.tokenizer import Tokenizer
 from draftwing.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -206,10 +208,24 @@ class Snapshots:
             "grammar": request.params.grammar is not None,
         }
         if self._service.options.ui_show_texts:
-            prompt = self._service.tokenizer.decode(request.prompt_ids[-_PROMPT_TOKENS:], skip_special_tokens=True)
+            prompt = _end_of(request, self._service.tokenizer)
             text = answer.answer.text if answer.answer is not None else ""
             found |= {"prompt": prompt[-MAX_TEXT:], "text": text[-MAX_TEXT:]}
         return found
+
+
+def _end_of(request: GenerationRequest, tokenizer: Tokenizer) -> str:
+    """Returns the end of a prompt as text, with words in place of each image."""
+    end, room, parts = len(request.prompt_ids), _PROMPT_TOKENS, list[str]()
+    for image in (*reversed(request.images), None):
+        begin = max(image.end if image is not None else 0, end - room)
+        parts.append(tokenizer.decode(request.prompt_ids[begin:end], skip_special_tokens=True))
+        room -= end - begin
+        if image is None or begin > image.end or not room:
+            break
+        parts.append(f"[image, {image.tokens:,} tokens]")
+        end = image.start
+    return "".join(reversed(parts))
 
 
 ASSETS = "/ui/assets/"

@@ -368,7 +368,9 @@ export class Chat {
 
   /** Shows how an answer is drafted. */
   watch(answer) {
-    this.drafts.open(answer.trace, () => rateOf(answer), Boolean(answer.running));
+    const path = this.conversation.messages;
+    const asked = path.slice(0, Math.max(path.findIndex(({ answers }) => answers?.includes(answer)), 0));
+    this.drafts.open(answer.trace, () => rateOf(answer), Boolean(answer.running), asked.flatMap(picturesOf));
   }
 
   body(conversation, question, begun) {

@@ -2,6 +2,7 @@
 
 import { byId, h, number, s } from "./dom.js";
 import { chooseFile, saveFile } from "./files.js";
+import { spans } from "./pictures.js";
 import { acceptedOf, classOf, readTrace, sourceOf, traceFile } from "./trace.js";
 import { drawTree, inWords } from "./tree.js";
 
@@ -36,6 +37,7 @@ export class Drafts {
     this.says = h("p", { class: "says" });
     this.why = h("p", { class: "note" }, "Nothing was drafted for this answer: at the load of the moment the engine found ",
       "steps without drafts faster, or had nothing to propose. ", h("a", { href: "#engine" }, "What the policy chooses"));
+    this.images = h("div", { class: "chips", hidden: true });
     this.tree = h("div", { class: "tree", tabindex: "0", "aria-label": "Tree of drafts" });
     this.numbers = h("dl", { class: "numbers" });
     this.bars = h("div", { class: "bars" });
@@ -57,7 +59,7 @@ export class Drafts {
       const step = event.target.dataset?.step;
       if (step !== undefined) this.go(Number(step));
     });
-    this.parts = [this.says, this.why, this.tree, this.legend(), this.steps, this.numbers, this.tokens];
+    this.parts = [this.says, this.why, this.images, this.tree, this.legend(), this.steps, this.numbers, this.tokens];
     byId("drafts").append(h("div", { class: "drafts-head" }, this.title, this.counter, this.save, this.load), this.source, this.problem,
       this.nothing, ...this.parts, this.explained());
   }
@@ -117,12 +119,13 @@ export class Drafts {
     if (words) this.counter.textContent = "";
   }
 
-  /** Shows an answer's steps. live: it is still running. */
-  open(trace, figures, live) {
+  /** Shows an answer's steps. live: it is still running. pictures: of the conversation up to it. */
+  open(trace, figures, live, pictures = []) {
     if (!trace) return this.empty("How this answer was drafted is not known any more: ask again to see it.");
     this.stop();
     const same = trace === this.trace;
     this.figures = figures;
+    this.pictures = pictures;
     const newest = same ? this.follows : live; // what has just ended stays where it was
     this.follows = live && newest;
     if (!same) this.begin(trace);
@@ -190,6 +193,8 @@ export class Drafts {
     const [what, gives] = words.split(": ");
     this.says.replaceChildren(gives ? `${what}: ` : words, gives ? h("b", {}, gives) : "");
     this.tree.replaceChildren(drawTree(step, this.trace.before(this.at), this.tree.clientWidth));
+    this.images.replaceChildren(...spans(step.images ?? [], step.images ? this.pictures : []));
+    this.images.hidden = !step.images;
     this.slider.max = steps.length - 1;
     this.slider.value = this.at;
     this.place.textContent = `${number(step.seconds * 1000, 1)} ms`;

@@ -26,6 +26,15 @@ export const picturesOf = (message) =>
 /** A small view of a picture. more: further elements. */
 export const thumbnail = ({ name, url }, ...more) => h("div", { class: "thumbnail" }, h("img", { src: url, alt: name ?? "picture", title: name ?? "" }), more);
 
+/** What of a prompt is images. images: how many tokens stand for each image, or tile of one; pictures: of the conversation, which
+ * are shown beside their tokens where each is one image. */
+export function spans(images, pictures) {
+  const words = (tokens, one = "image") => h("small", {}, `${one}, ${number(tokens)} tokens`);
+  if (pictures.length === images.length) return images.map((tokens, i) => thumbnail(pictures[i], words(tokens)));
+  if (!pictures.length) return images.map((tokens) => words(tokens));
+  return [...pictures.map((one) => thumbnail(one)), words(images.reduce((sum, tokens) => sum + tokens, 0), `${images.length} images or tiles`)];
+}
+
 /** The content of a message as the API wants it. */
 export function contentOf(message) {
   const pictures = picturesOf(message).map(({ url }) => ({ type: "image_url", image_url: { url } }));

@@ -86,10 +86,11 @@ export function sourceOf({ draftwing, model, drafter }) {
 
 const isToken = (one) => typeof one?.text === "string";
 const SOURCES = ["model", "lookup", "both", "other"];
+const areImages = (images) => images === undefined || (Array.isArray(images) && images.every((tokens) => Number.isInteger(tokens) && tokens > 0));
 
 function isStep(step) {
   const node = (one, i) => isToken(one) && SOURCES.includes(one.by) && typeof one.survival === "number"
     && (one.parent === null || (Number.isInteger(one.parent) && one.parent >= 0 && one.parent < i));
   return Number.isInteger(step?.step) && typeof step.seconds === "number" && Array.isArray(step.tokens) && step.tokens.length > 0
-    && step.tokens.every(isToken) && Array.isArray(step.nodes) && step.nodes.every(node);
+    && areImages(step.images) && step.tokens.every(isToken) && Array.isArray(step.nodes) && step.nodes.every(node);
 }
