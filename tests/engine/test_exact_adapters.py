@@ -337,6 +337,7 @@ class Swapped:
             assert self.own.enter(self.rig.request(f"another {slot}", [1], greedy(), adapter_digest=digest))
 
 
+@pytest.mark.exhaustive  # what it meets has tests above
 @pytest.mark.slow
 @pytest.mark.further(harness=["blocks", "ranks", "ranks with whole experts"])
 @pytest.mark.parametrize("first", [0, pytest.param(6, marks=pytest.mark.exhaustive)])

@@ -83,6 +83,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_model(tmp_path_factory.mktemp("images") / request.param, request.param)
 
 
+@pytest.mark.exhaustive  # what it meets has tests in test_images.py
 @pytest.mark.slow
 @pytest.mark.further(folder="gemma4-mutual")
 @pytest.mark.further(seed=[*range(1, 150)])

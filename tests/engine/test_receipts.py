@@ -634,6 +634,7 @@ def verified_elsewhere(receipts: list[Receipt | None], model: str, folder: Path,
     return same
 
 
+@pytest.mark.exhaustive  # whose kernels have the same bits: tests/ops/cpu/test_extension.py
 @pytest.mark.slow
 @pytest.mark.skipif(not BLOCKS, reason="needs GEMMs of weights in blocks")
 def test_another_instruction_set_makes_the_same_answers(target: Path, tmp_path: Path) -> None:

@@ -231,6 +231,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.exhaustive  # as tests/engine/test_receipts.py, and the tests above in one process
 @pytest.mark.slow
 def test_a_whole_server(url: str) -> None:
     """Its receipts are checked by an engine of theirs, with tools and grammars, whole and streamed."""
