@@ -16,7 +16,7 @@ from draftwing.config.options import Options
 from draftwing.engine.engine import Engine
 from draftwing.requests.request import GenerationRequest
 
-TOKENS = 16
+TOKENS = 24
 OF = llama_target(
     3, vocab_size=VOCAB, num_hidden_layers=4, eos_token_id=256, max_position_embeddings=1024, intermediate_size=64
 )  # whose matrices are in whole blocks: a step is a call of C, and takes a quarter of one in float32

@@ -344,6 +344,7 @@ def test_two_servers_get_the_same_waves(words: Any, tmp_path: Path, capsys: pyte
 
 @pytest.mark.slow
 @pytest.mark.further(model=["tiny-pictures", "tiny-embedding"])
+@pytest.mark.further(adapters=0, model="tiny")  # as with adapters
 @pytest.mark.parametrize(("model", "load", "adapters", "count"), [
     ("tiny", cases.Contexts((60, 120), (1, 2), 256), 0, 4), ("tiny", PLAIN.load._replace(adapters=(0, 1, 2)), 2, 3),
     ("tiny-pictures", cases.Pictures(TINY_PICTURES, 3, 8, 2), 0, 4), ("tiny-embedding", cases.Vectors(20, 8, 4), 0, 2),

@@ -200,9 +200,9 @@ def test_a_preempted_request_goes_on_from_the_host(model: Path, hybrid: Callable
     """Two that grow beyond the pool: the one that has to wait is not prefilled from its first token."""
     of, asked = model if kind == "llama" else hybrid(kind), {str(at): tokens(140, at) for at in range(2)}
     with engine_of(of) as engine:
-        alone = {uid: run(engine, {uid: prompt}, 180)[uid] for uid, prompt in asked.items()}
+        alone = {uid: run(engine, {uid: prompt}, 250)[uid] for uid, prompt in asked.items()}
     with engine_of(of, max_total_tokens=420) as engine:
-        assert run(engine, asked, 180) == alone
+        assert run(engine, asked, 250) == alone
         assert engine.parts.sched.retractions and came_back(engine) >= 64
 
 

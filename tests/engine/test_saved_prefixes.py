@@ -51,7 +51,7 @@ def test_an_answer_goes_on_after_a_restart(model: Path, tmp_path: Path, temperat
     assert once(model, tmp_path, prompt, fields) == first
     again = once(model, tmp_path, prompt, fields)
     assert again.tokens == first.tokens and again.cached == 448
-    turn = [*prompt, *first.tokens, *tokens(60, 1)]
+    turn = [*prompt, *first.tokens, *tokens(30, 1)]
     plain, found = once(model, None, turn, fields), once(model, tmp_path, turn, fields)
     assert found.tokens == plain.tokens and found.cached == 512 > plain.cached
     # the turn itself was written behind what was there
