@@ -54,8 +54,11 @@ def model_of(config, seed=0, device="cpu", dtype=torch.float32, sharpen=6.0):
     """A model with random weights."""
     model = DecoderModel(config, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(seed)
+    stored = {part.param for part in checkpoint_names(config).values()}  # others are as they are made
     with torch.no_grad():
         for name, weight in model.named_parameters():
+            if name not in stored:
+                continue
             if weight.dim() > 1 and not name.endswith("decay"):
                 scale = sharpen if name.startswith("lm_head") else 1.0
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale / weight.shape[-1] ** 0.5)

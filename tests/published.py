@@ -16,6 +16,7 @@ import transformers
 from hybrid_models import of_convolutions
 from moe_models import by_expert
 from reference.deci import deci
+from reference.fused import AS_PUBLISHED
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -102,6 +103,8 @@ def written(folder: Path, name: str, changes: Callable[[dict[str, Any]], dict[st
     # As published; of Kimi-K2.5 transformers writes another name than it reads.
     stored = load_file(wide / "model.safetensors").items()
     tensors = {name.replace("language_model.model.blocks.", "language_model.model.layers."): t for name, t in stored}
+    if config["model_type"] in AS_PUBLISHED:
+        tensors = AS_PUBLISHED[config["model_type"]](tensors, theirs.config)
     if theirs.config.model_type == "olmo_hybrid":
         tensors = of_convolutions(tensors, theirs.config)
     (folder / "config.json").write_text(json.dumps(config))

@@ -42,6 +42,7 @@ NEAR = 1e-4
 # What converters take from sizes of published models, and is otherwise in small ones; and what files cannot say.
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba-9b-v2": {"attn_rotary_emb": 8}, "ernie-4.5-21b-a3b": {"intermediate_size": 128},
+    "glm-4-9b-chat-hf": {"head_dim": 8, "rms_norm_eps": 1e-5},
     "hunyuan-7b-instruct": {"rope_theta": 10000.0}, "minicpm3-4b": {"rope_theta": 10000.0},
     "minitron-4b-base": {"head_dim": 16}, "phi-2": {"intermediate_size": 256}, "olmoe-1b-7b": {"rms_norm_eps": 1e-5},
     "solar-open-100b": {"partial_rotary_factor": 1.0}, "mistral-7b-v0.1": {"sliding_window": None},

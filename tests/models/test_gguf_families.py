@@ -40,13 +40,20 @@ IN_FILES = {
     "apertus": ("apertus", False), "arcee": ("arcee", True),
     "hunyuan": ("hunyuan-dense", False), "hunyuan-moe": ("hunyuan-moe", False),
     "cohere": ("command-r", False), "cohere2": ("cohere2", False),
+    "cohere2-moe": ("cohere2moe", False),
     "dots1": ("dots1", False), "hunyuan-v3": ("hy_v3", False), "mistral4": ("mistral4", False),
     "stablelm": ("stablelm", False), "stablelm-parallel": ("stablelm", False), "starcoder2": ("starcoder2", False),
     "phi": ("phi2", False), "neox": ("gptneox", False), "neox-sequential": ("gptneox", False),
     "nemotron": ("nemotron", False), "jais2": ("jais2", False), "solar": ("glm4moe", False),
+    "llama2 as internlm2": ("internlm2", True), "glm as chatglm": ("chatglm", False),
     "granite as minicpm": ("minicpm", True), "minicpm3": ("minicpm3", False), "exaone": ("exaone", False),
 }  # fmt: skip
-LIKE = {"mellum": "qwen3moe", "hy_v3": "exaone-moe", "laguna": "step35"}  # which the gguf package does not know yet
+LIKE = {
+    "mellum": "qwen3moe",
+    "hy_v3": "exaone-moe",
+    "laguna": "step35",
+    "cohere2moe": "dots1",
+}  # which the gguf package does not know yet
 IN_CONVERTERS = {
     "gate.expert_bias": "gate.expert_bias.bias", "mlp.expert_bias": "mlp.expert_bias.bias",
     "gate.moe_statics.": "moe_statics.",
@@ -101,7 +108,8 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any, predicts: bool) -> 
         writer.add_nextn_predict_layers(1)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
+    dense = [getattr(config, key, None) for key in ("intermediate_size_mlp", "prefix_dense_intermediate_size")]
+    writer.add_feed_forward_length(next((one for one in dense if one), config.intermediate_size))
     writer.add_head_count(getattr(config, "num_attention_heads_per_layer", config.num_attention_heads))
     writer.add_head_count_kv(config.num_key_value_heads)
     if hasattr(config, "kv_lora_rank"):
@@ -113,7 +121,7 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any, predicts: bool) -> 
     else:
         writer.add_key_length(_head_dim(config))
         writer.add_value_length(_head_dim(config))
-    if hasattr(config, "rms_norm_eps"):
+    if getattr(config, "rms_norm_eps", None) is not None:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
         named = (getattr(config, f"{key}", None) for key in ("layer_norm_eps", "norm_epsilon", "norm_eps"))
@@ -130,7 +138,7 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any, predicts: bool) -> 
         swa = config.rope_parameters["sliding_attention"]
         writer.add_rope_freq_base_swa(swa["rope_theta"])
         writer.add_rope_dimension_count_swa(int(_head_dim(config) * swa.get("partial_rotary_factor", 1)))
-    if config.model_type in ("olmo3", "mellum", "exaone_moe", "laguna"):
+    if config.model_type in ("olmo3", "mellum", "exaone_moe", "laguna", "cohere2_moe"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if getattr(config, "sliding_window", None) and config.model_type != "smollm3":
         writer.add_sliding_window(config.sliding_window)
@@ -179,7 +187,8 @@ def _add_experts(writer: gguf_package.GGUFWriter, config: Any) -> None:
         if hasattr(config, "shared_intermediate_size"):
             writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
         return
-    writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    writer.add_expert_feed_forward_length(config.intermediate_size if config.model_type == "cohere2_moe" else width)
     if config.model_type == "ernie4_5_moe":
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
@@ -210,6 +219,8 @@ def _add_experts(writer: gguf_package.GGUFWriter, config: Any) -> None:
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.model_type == "cohere2_moe":
+        writer.add_leading_dense_block_count(config.mlp_layer_types.index("sparse"))
     if config.model_type == "laguna":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
         writer.add_leading_dense_block_count(config.mlp_layer_types.index("sparse"))

@@ -57,9 +57,11 @@ PUBLISHED |= {
         "flexolmo-7x7b-1t",
         "granite-swash-2b",
         "granite-swash-3b-a600m",
+        "glm-4-9b-chat",
         "helium-1-2b",
         "hy3-preview",
         "hyperclovax-seed-think-14b",
+        "internlm2_5-7b-chat",
         "internlm3-8b-instruct",
         "jais-2-8b-chat",
         "jamba-1.5-mini",
@@ -74,6 +76,7 @@ PUBLISHED |= {
         "ministral-8b-transformers-5",
         "mistral-small-4-119b",
         "olmo-hybrid-7b",
+        "north-mini-code-1.0",
         "phi-3.5-moe",
         "trinity-mini",
         "vaultgemma-1b",
@@ -260,8 +263,8 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str, part: int) -> None:
         file = open_gguf(moe_models.write_gguf(tmp_path / "m.gguf", latent.config, latent.state_dict()))
     elif arch == "bert":
         file = open_gguf(tiny_encoder.write_gguf(tiny_encoder.write_encoder(tmp_path / "model")))
-    elif arch in ("minicpm3", "afmoe", "laguna", "mellum", "mistral4"):
-        latent = random_reference(arch, **UNSAID.get(arch, {}))
+    elif arch in ("minicpm3", "afmoe", "laguna", "cohere2moe", "mellum", "mistral4"):
+        latent = random_reference(arch.replace("2moe", "2-moe"), **UNSAID.get(arch, {}))
         write_family(tmp_path / "m.gguf", latent.config, latent.state_dict(), arch, False)
         file = open_gguf(tmp_path / "m.gguf")
     elif kind is None:

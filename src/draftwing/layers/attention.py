@@ -99,8 +99,6 @@ class AttentionConfig(MixerConfig):
                 f"the number of heads must be a multiple of the number of key/value heads, "
                 f"found {self.heads} and {self.kv_heads}"
             )
-        if self.by_head and self.kv_heads != self.heads:
-            raise CheckpointError(f"expected as many key/value heads as heads, {self.heads}, found {self.kv_heads}")
         if self.gate_rows not in (0, 1, self.head_dim):
             raise CheckpointError(f"expected gates of whole heads or of all their elements, found {self.gate_rows}")
         if self.head_dim % 2:
@@ -152,9 +150,8 @@ class AttentionConfig(MixerConfig):
         q_order, k_order = self._q_order(heads), self._order(keys, self.kv_heads)
         parts: list[StoredMatrix | StoredVector] = []
         if self.fused:
-            parts.append(
-                self._stored_by_head(heads) if self.by_head else self._stored_as_one((q, q_order), (kv.share, k_order))
-            )
+            as_one = (q, q_order), (kv.share, k_order)
+            parts.append(self._stored_by_head(heads, keys) if self.by_head else self._stored_as_one(*as_one))
         elif self.gate_rows:
             parts.append(self._stored_gates(heads))
             parts.append(StoredMatrix("self_attn.q_proj", "qkv", q_rows, q_rows, self.qkv_bias, Cut(0, q), q_order))
@@ -192,14 +189,18 @@ class AttentionConfig(MixerConfig):
         order = ordered(0, each, whole) if self.gate_rows == 1 else None
         return StoredMatrix("self_attn.gate_proj", "qkv", 0, rows, False, share, order)
 
-    def _stored_by_head(self, heads: range) -> StoredMatrix:
-        """Returns the matrix of queries, keys and values that has those of a head together. heads: of this rank."""
-        size, turned = self.head_dim, self._order(heads, self.heads, 3)
-        assert turned is not None
-        runs = [(start + part * size, rows) for part in range(2) for start, rows in turned.runs]
-        order = ordered(0, [*runs, *((3 * head * size + 2 * size, size) for head in heads)], turned.whole)
-        whole = Cut(0, Share(0, turned.whole, turned.whole))
-        return StoredMatrix("self_attn.qkv_proj", "qkv", 0, 3 * len(heads) * size, self.qkv_bias, whole, order)
+    def _stored_by_head(self, heads: range, keys: range) -> StoredMatrix:
+        """Returns the matrix of queries, keys and values that has those of a key head together, its queries first.
+        heads, keys: of this rank."""
+        size, each = self.head_dim, self.heads // self.kv_heads
+        group = (each + 2) * size
+        starts = [head // each * group + head % each * size for head in heads]
+        starts += [key * group + each * size for key in keys]
+        runs = [(start + at, rows) for start in starts for at, rows in self._turned_first()]
+        runs += [(key * group + (each + 1) * size, size) for key in keys]
+        rows, whole = (len(heads) + 2 * len(keys)) * size, self.kv_heads * group
+        order = ordered(0, runs, whole)
+        return StoredMatrix("self_attn.qkv_proj", "qkv", 0, rows, self.qkv_bias, Cut(0, Share(0, whole, whole)), order)
 
     def _stored_norms(self, queries: range, keys: range) -> list[StoredVector]:
         """queries, keys: heads of this rank."""
@@ -214,19 +215,21 @@ class AttentionConfig(MixerConfig):
 
     def _order(self, heads: Iterable[int], count: int, every: int = 1) -> Order | None:
         """Of the rows of these of `count` heads, `every` of which lie beside each other; None where nothing moves."""
+        runs, size = self._turned_first(), every * self.head_dim
+        if len(runs) == 1 and every == 1:
+            return None
+        return ordered(0, [(head * size + at, rows) for head in heads for at, rows in runs], count * size)
+
+    def _turned_first(self) -> list[tuple[int, int]]:
+        """Returns in which order the rows of a head lie here, as `ordered` has it."""
         turned = self.rotary or self.head_dim
         half, rest = turned // 2, (self.head_dim - turned) // 2
         if self.interleaved:
             first, second = ([(at, 1) for at in range(start, turned, 2)] for start in (0, 1))
-            runs = [*first, (turned, rest), *second, (turned + rest, rest)]
-        elif turned < self.head_dim:
-            runs = [(0, half), (turned, rest), (half, half), (turned + rest, rest)]
-        elif every == 1:
-            return None
-        else:
-            runs = [(0, self.head_dim)]
-        size = every * self.head_dim
-        return ordered(0, [(head * size + at, rows) for head in heads for at, rows in runs], count * size)
+            return [*first, (turned, rest), *second, (turned + rest, rest)]
+        if turned < self.head_dim:
+            return [(0, half), (turned, rest), (half, half), (turned + rest, rest)]
+        return [(0, self.head_dim)]
 
     def _q_order(self, heads: range) -> Order | None:
         """Of the rows of queries of these heads: all gates, then all queries."""

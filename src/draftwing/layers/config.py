@@ -74,8 +74,9 @@ class ExpertConfig:
     shared_gate: whether that has a gate of its own.  wide_router: whether the router's weight and logits are in
     float32.  latent: what a row is brought to before it goes to experts, and brought back from, 0: its own size.
     beside: whether they are beside the layer's MLP, not in its place (`layers.experts.ExpertsBeside`).  scales_inputs:
-    whether the sigmoid of a row's logit multiplies what its one expert reads, and what that gives has weight 1.  own:
-    those that this rank has, whole, and others have not; None: it has (a share of) each.
+    whether the sigmoid of a row's logit multiplies what its one expert reads, and what that gives has weight 1.
+    uncorrected: whether checkpoints have no correction of each expert, as if it were 0, though there is one by the
+    routing.  own: those that this rank has, whole, and others have not; None: it has (a share of) each.
     """
 
     count: int
@@ -90,6 +91,7 @@ class ExpertConfig:
     latent: int = 0
     beside: bool = False
     scales_inputs: bool = False
+    uncorrected: bool = False
     own: range | None = None
 
     @property

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -37,6 +39,8 @@ class ExpertMLP(nn.Module):
 
     Gate and up are one GEMM. Spread over ranks, each of these has a share of every expert, or some experts whole.
     """
+
+    unsaid: Mapping[str, float] = MappingProxyType({"correction": 0.0})
 
     def __init__(self, config: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor, nn
 
@@ -71,6 +74,8 @@ class RMSNorm(nn.Module):
 
 class BareNorm(RMSNorm):
     """One without weights: they are ones, and no checkpoint has them."""
+
+    unsaid: Mapping[str, float] = MappingProxyType({"weight": 1.0})
 
 
 class LayerNorm(RMSNorm):

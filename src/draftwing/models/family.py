@@ -195,7 +195,7 @@ class Family:
     turns_parts: bool = False  # whether a part of each head may be turned
     rotary: float = 1.0  # that share, `partial_rotary_factor` when the config has none
     rope_interleaved: bool = False  # whether a checkpoint has elements that are turned together beside each other
-    # Whether it has one matrix of queries, keys and values, "heads": in a folder with those of a head together.
+    # Whether it has one matrix of queries, keys and values, "heads": in a folder with those of a key head together.
     fused_qkv: bool | Literal["heads"] = False
     fused_mlp: bool = False  # the same of gates and ups
     # Of the config and the number of layers: experts of layers that have them, None where none has; and which layers

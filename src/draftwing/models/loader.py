@@ -28,7 +28,6 @@ from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.blocks import log_blocks
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.linear_ops.groups import log_groups
-from draftwing.layers.norm import BareNorm
 from draftwing.models import gguf_config, gguf_tensors
 from draftwing.models.apart import each_expert, of_state_space, without_latents
 from draftwing.models.config import ModelConfig, from_hf
@@ -386,8 +385,9 @@ def fill_parameters(
             label, dequantised[label, "out"] / 1e9, dequantised[label, "in"] / 1e9,
         )  # fmt: skip
     for name, param in params.items():
-        if param.is_meta and isinstance(module.get_submodule(name.rpartition(".")[0]), BareNorm):
-            allocate(module, name, param, device).data.fill_(1.0)
+        owner, last = module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        if param.is_meta and last in (unsaid := getattr(owner, "unsaid", {})):  # which no checkpoint has
+            allocate(module, name, param, device).data.fill_(unsaid[last])
     if missing:
         others = f"; it has these instead: {listed(sorted(unused), 4)}" if unused else ""
         raise CheckpointError(f"tensors missing from the checkpoint: {listed(sorted(missing))}{others}")

@@ -248,14 +248,16 @@ def _expert_names(
             *((stored, linear, first, wide, Cut(0, share)) for stored, linear, first in ups),
             (names.down, "down", 0, out.size if joins else config.hidden_size, down),
         ):
-            matrix = f"{checkpoint}.{names.shared}.{stored}"
-            table |= named(config.weight_format, matrix, f"{model}.mlp.shared.{linear}", first, rows, cut)
+            matrix, param = f"{names.shared}.{stored}", f"{model}.mlp.shared.{linear}"
+            own_parts = named(config.weight_format, f"{checkpoint}.{matrix}", param, first, rows, cut)
+            times = dict(config.factors).get(matrix, 1.0)
+            table |= {name: part._replace(times=times) for name, part in own_parts.items()}
     if experts.latent:
         for stored, linear, rows in ((names.into, "into", hidden), (names.back, "back", config.hidden_size)):
             table |= named(config.weight_format, f"{checkpoint}.{stored}", f"{model}.mlp.{linear}", 0, rows)
     if experts.shared_gate:
         table[f"{checkpoint}.{names.shared}_gate.weight"] = ParamSlice(f"{model}.mlp.shared_gate", 0, 1)
-    if experts.routing.has_correction:
+    if experts.routing.has_correction and not experts.uncorrected:
         table[f"{checkpoint}.{names.correction}"] = ParamSlice(f"{model}.mlp.correction", 0, experts.count)
     if experts.router_bias:
         table[f"{checkpoint}.{names.router}.bias"] = ParamSlice(f"{model}.mlp.router.bias", 0, experts.count)

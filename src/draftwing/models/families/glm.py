@@ -20,7 +20,7 @@ from draftwing.models.families.deepseek import (
 from draftwing.models.family import Family, InGGUF, Whole
 from draftwing.models.fields import MAX_LAYERS, Fields
 
-_DENSE: dict[str, Any] = {
+DENSE: dict[str, Any] = {
     "bias": True, "o_bias": False, "head_dim": 128, "eps": 1.5625e-7, "turns_parts": True, "rotary": 0.5,
     "rope_interleaved": True, "fused_mlp": True,
 }  # fmt: skip
@@ -50,10 +50,10 @@ _INDEXED: dict[str, Any] = INDEXED | {
     "neutral": {**INDEXED["neutral"], "index_share_for_mtp_iteration": None},
 }
 FAMILIES = {
-    "GlmForCausalLM": Family("glm", **_DENSE),
+    "GlmForCausalLM": Family("glm", **DENSE),
     "Glm4ForCausalLM": Family(
         "glm4",
-        **_DENSE,
+        **DENSE,
         out_norms=True,
         layer_names={
             "post_attention_layernorm": "post_self_attn_layernorm",
