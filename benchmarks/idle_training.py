@@ -52,7 +52,7 @@ def main() -> None:
     order, pairs = random.Random(len(seconds["with"])), 0
     with LLM(asked.model) as llm:
         llm.generate(PROMPT, params)
-        training.start(str(llm.engine.options.speculative_draft_model_path))
+        training.start("", ["--init-head", str(llm.engine.options.speculative_draft_model_path)])
         until = time.monotonic() + WARM
         while time.monotonic() < until:
             time.sleep(0.1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shutil
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +27,11 @@ from draftwing import LLM
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.core import DraftDeferral
 from draftwing.engine.graphs import RecordedStages
-from draftwing.errors import CheckpointError
+from draftwing.errors import CheckpointError, ConfigError
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.adapters.adapter import Adapter, Factors
 from draftwing.models.adapters.heads import HeadTargets
+from draftwing.models.adapters.stored import stored_digest
 from draftwing.models.heads import base
 from draftwing.models.heads.eagle import Eagle3Head
 from draftwing.models.loader import fill_parameters, load_model
@@ -344,6 +348,63 @@ def test_heads_come_and_go_with_their_adapters(bench: Bench, tmp_path: Path) -> 
         llm.load_adapter("plain", bench.plain)
         counted(llm, bench, "plain")  # which has the one slot now
         assert counted(llm, bench, "own") == good
+
+
+def test_a_head_that_is_learnt_is_swapped_in_while_requests_run(bench: Bench, tmp_path: Path) -> None:
+    """Texts are those without drafts, whatever is swapped when; the adapter's requests to come have the head, others
+    what they had, and the adapter that was loaded again has it, too."""
+    without, negative = tmp_path / "without", negated(bench.own / "draft_head", tmp_path / "negated")
+    shutil.copytree(bench.own, without, ignore=lambda *_: ["draft_head"])
+    digest, heads = stored_digest(without), [bench.own / "draft_head", negative, None]
+    prompts = [[*prompt[i % 5 :], *prompt] for i in range(6) for prompt in bench.prompts]
+    names = [("own", "plain", None)[i % 3] for i in range(len(prompts))]
+    params = [{"max_new_tokens": 20, "ignore_eos": True, "temperature": float(i % 2), "sampling_seed": i}
+              for i in range(len(prompts))]  # fmt: skip
+    given = {"lora_modules": [f"own={without}", f"plain={bench.plain}"], "max_lora_head_rank": 5, "max_loras": 2}
+    with LLM(
+        **options(bench, **given) | {"speculative_algorithm": "none", "speculative_draft_model_path": None}
+    ) as llm:
+        expected = [one.token_ids for one in llm.generate(prompts, params, adapter=names)]
+    with LLM(**options(bench, **given)) as llm:
+        bad = counted(llm, bench, "own")
+        base = counted(llm, bench, "plain")
+        stopped, failed = threading.Event(), list[BaseException]()
+
+        def swap() -> None:
+            draw = random.Random(0)
+            try:
+                while not stopped.is_set():
+                    llm.engine.swap_draft(draw.choice(heads), digest)
+                    time.sleep(0.003)
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=swap)
+        thread.start()
+        try:
+            for _ in range(2):
+                assert [one.token_ids for one in llm.generate(prompts, params, adapter=names)] == expected
+        finally:
+            stopped.set()
+            thread.join()
+        assert not failed
+        llm.engine.swap_draft(heads[0], digest)
+        good = counted(llm, bench, "own")
+        every = [*range(len(good))]
+        assert steps(good, every) < 0.9 * steps(bad, every) and counted(llm, bench, "plain") == base
+        llm.load_adapter("second", without)
+        llm.unload_adapter("own")
+        assert counted(llm, bench, "second") == good
+        llm.engine.swap_draft(None, digest)
+        assert counted(llm, bench, "second") == bad
+        with pytest.raises(CheckpointError):
+            llm.engine.swap_draft(without, digest)
+        assert counted(llm, bench, "second") == bad
+    with (
+        LLM(**options(bench, **given) | {"max_lora_head_rank": 0}) as llm,
+        pytest.raises(ConfigError, match="of its rank"),
+    ):
+        llm.engine.swap_draft(heads[0], digest)
 
 
 @pytest.mark.parametrize("slots", [1, 4])

@@ -148,3 +148,29 @@ def test_heads_of_deleted_clients_are_marked(tmp_path: Path, head: Path) -> None
     assert history.mark_deleted("bob") == [2, 3]
     assert [one.deleted for one in history.list()] == [("alice",), ("alice", "bob"), ("bob",)]
     history.use(2)  # its files are as they were
+
+
+def test_each_adapter_has_a_head_of_its_own_that_serves(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "adapter_config.json").write_text("{}")
+    history = HeadHistory(tmp_path / "heads")
+    whose = ["", "d1", "d2", "d1", "d1", ""]
+    numbers = [history.add(made, {"adapter": one} if one else {}) for one in whose]
+    assert numbers == [1, 2, 3, 4, 5, 6] and [one.adapter for one in history.list()] == whose
+    assert [one.number for one in history.list("d1")] == [2, 4, 5]
+    history.use(2, "d1")
+    history.use(6)
+    assert (history.current(), history.current("d1"), history.current("d2")) == (6, 2, None)
+    assert [number for number in numbers if history.served(number)] == [2, 6]
+    for number, adapter in ((3, "d1"), (1, "d1"), (2, "")):
+        with pytest.raises(ConfigError, match=f"head {number} is of"):
+            history.use(number, adapter)
+    assert not history.use_instead(5, 4, "d1") and history.use_instead(5, 2, "d1")
+    assert (history.current(), history.current("d1")) == (6, 5)
+    with pytest.raises(ConfigError, match="is served"):
+        history.remove(5)
+    history.keep(1, "d1")
+    assert [one.number for one in history.list()] == [1, 3, 5, 6], "of that adapter alone"
+    history.use(None, "d1")
+    assert (history.current(), history.current("d1")) == (6, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import signal
@@ -66,7 +67,7 @@ def add(folder: Path, first: int, number: int) -> None:
 
 
 def test_it_stands_still_as_soon_as_there_is_a_request(training: IdleTraining, clock: Clock) -> None:
-    training.start("parent")
+    training.start("", ["--init-head", "parent"])
     until(lambda: count(training) > 2)
     assert training.active
     clock.now += 100
@@ -99,7 +100,7 @@ def end(training: IdleTraining) -> bool:
 
 
 def test_a_run_that_is_complete_leaves_nothing_of_what_clients_sent(training: IdleTraining) -> None:
-    training.start("parent")
+    training.start("", ["--init-head", "parent"])
     until(lambda: count(training) > 0)
     assert stat.S_IMODE(training.out.stat().st_mode) == 0o700, "whoever may read the folder"
     words = (training.out / "train.json").read_text()
@@ -112,7 +113,7 @@ def test_a_run_that_is_complete_leaves_nothing_of_what_clients_sent(training: Id
 def test_a_run_that_was_killed_goes_on_and_one_that_failed_does_not(
     training: IdleTraining, clock: Clock, how: int | str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    training.start("parent")
+    training.start("", ["--init-head", "parent"])
     until(lambda: count(training) > 0)
     if isinstance(how, int):
         assert training._process is not None
@@ -127,32 +128,32 @@ def test_a_run_that_was_killed_goes_on_and_one_that_failed_does_not(
     clock.now += IDLE
     assert not training.due(), "not at once"
     clock.now += RETRY_SECONDS
-    assert training.due() and training.work_left() == (how != "failed")
+    assert training.due() and training.left() == (None if how == "failed" else "")
     assert training.out.exists() == (how != "failed")
 
 
 def test_another_head_is_trained_when_enough_is_new(training: IdleTraining, clock: Clock, tmp_path: Path) -> None:
     assert not training.due(), "not idle for long enough"
     clock.now += IDLE
-    assert training.due() and not training.work_left()
+    assert training.due() and training.left() is None
     assert not training.due(), "looked a moment ago"
     add(tmp_path, 1, NEW - 1)
-    assert not training.work_left()
+    assert training.next([""]) is None
     add(tmp_path, NEW, 1)
-    assert training.work_left()
+    assert training.next([""]) == ""
     head = tmp_path / "made"
     head.mkdir()
     (head / "config.json").write_text("{}")
     HeadHistory(tmp_path / "heads").add(head, {"data": {"until": 10.0}})
-    assert not training.work_left()
+    assert training.next([""]) is None
     add(tmp_path, NEW + 1, 9)
-    assert training.work_left()
+    assert training.next([""]) == ""
 
 
 @pytest.mark.slow
 def test_it_gets_what_others_leave(tmp_path: Path) -> None:
     training = IdleTraining(tmp_path, [], 3 << 30)
-    training.start("parent")
+    training.start("", ["--init-head", "parent"])
     assert training._process is not None
     pid = training._process.pid
     try:
@@ -196,3 +197,34 @@ def test_other_faults_are_not_taken_for_a_lack_of_memory() -> None:
             raise OSError("the loader has ended") from error
     except OSError as error:
         assert lacks_memory(error)
+
+
+def test_heads_take_turns(training: IdleTraining, clock: Clock, tmp_path: Path) -> None:
+    """Who has waited longest comes first, also where a run has left no head."""
+    store = TrafficStore(tmp_path, clock=lambda: 0.0)
+    for at, adapter in itertools.product(range(1, NEW + 1), ("", "d1", "d2")):
+        assert store.add(Exchange(float(at), "a", None, [at, 1], [at, 2, 3, 4, 5], 0.0, adapter))
+    store.close()
+    seen = []
+    for _ in range(7):
+        whose = training.next(["", "d1", "d2"])
+        assert whose is not None
+        seen.append(whose)
+        training.start(whose, ["--adapter", whose] if whose else [])
+        assert training.whose == whose
+        clock.now += 10
+        training.drop()
+        assert training.whose is None and not training.out.exists()
+    assert sorted(seen[:3]) == ["", "d1", "d2"] and seen[3:6] == seen[:3] and seen[6] == seen[0]
+    made = tmp_path / "made"
+    made.mkdir()
+    HeadHistory(tmp_path / "heads").add(made, {"adapter": "d1", "data": {"until": 1000.0}})
+    assert {training.next([one]) for one in ("", "d1", "d2", "d3")} == {"", "d2", None}
+
+
+def test_a_run_that_is_left_says_whose_it_is(training: IdleTraining) -> None:
+    assert training.left() is None
+    training.out.mkdir()
+    for content, expected in (('{"adapter_digest": "d1"}', "d1"), ("{}", ""), ("[]", ""), ("{", "")):
+        (training.out / "train.json").write_text(content)
+        assert training.left() == expected, content

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -7,6 +8,7 @@ import stat
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -285,3 +287,42 @@ def test_new_exchanges_are_counted(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.jsonl"))) > 4
     for since in (0.0, 0.5, 17.0, 59.0, 60.0):
         assert store.count(since) == len(list(store.read(since)))
+
+
+def test_answers_of_adapters_are_apart_and_go_with_their_client(tmp_path: Path) -> None:
+    """They are found by their adapter alone, in the same limits, and are duplicates of nobody else's."""
+    store, given = opened(tmp_path), []
+    for at, (client, adapter) in enumerate(itertools.product(("alice", "bob"), ("", "d1", "d2")), 1):
+        given.append(replace(exchange(float(at), client, seed=1), adapter=adapter))
+    assert all(map(store.add, given)) and not any(map(store.add, given))
+    for reader in (store, opened(tmp_path)):
+        for adapter in ("", "d1", "d2", "d3"):
+            expected = [one for one in given if one.adapter == adapter]
+            assert list(reader.read(adapter=adapter)) == expected
+            assert reader.count(3.0, adapter) == sum(one.at >= 3.0 for one in expected)
+    found = [(one.client, one.adapter, one.exchanges) for one in store.clients()]
+    assert found == [(one.client, one.adapter, 1) for one in given]
+    store.close()
+    again = opened(tmp_path)
+    assert again.delete("alice") == 3
+    assert {path.parent.name for path in files(tmp_path / "clients")} == {"bob", "d1", "d2"}
+    assert [one for adapter in ("", "d1", "d2") for one in again.read(adapter=adapter)] == given[3:]
+    again.sweep()
+    again.close()
+    later = TrafficStore(tmp_path, TrafficLimits(seconds=50.0), clock=lambda: 400.0)
+    later.sweep()
+    assert not files(tmp_path / "clients")
+
+
+def test_neither_an_adapter_nor_a_client_with_many_drives_out_others(tmp_path: Path) -> None:
+    draw, size = random.Random(0), 60
+    store = TrafficStore(tmp_path, TrafficLimits(bytes=size * 1024), clock=lambda: 9e9)
+    assert store.add(replace(exchange(1.0, "alice"), adapter="small"))
+    for at in range(10):
+        assert store.add(exchange(float(2 + at), "bob"))
+    for at in range(400):  # of alice's adapters, the first of them most
+        adapter = "much" if draw.random() < 0.8 else f"d{draw.randrange(3)}"
+        assert store.add(replace(exchange(float(20 + at), "alice"), adapter=adapter))
+    held = Counter({(one.client, one.adapter): one.exchanges for one in store.clients()})
+    assert held["bob", ""] == 10 and held["alice", "small"] == 1 and sum(held.values()) <= size
+    assert held["alice", "much"] <= 1.5 * max(held["alice", f"d{i}"] for i in range(3))

@@ -143,7 +143,7 @@ class FakeEngine:
         done.set_result(None)
         return done
 
-    def swap_draft(self, folder: Path | None) -> None:
+    def swap_draft(self, folder: Path | None, adapter: str = "") -> None:
         """Goes on as before: it has no head."""
 
     def stats(self) -> dict[str, Any]:

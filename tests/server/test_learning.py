@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import json
 import threading
 import time
 from collections.abc import Coroutine, Iterator
@@ -20,6 +22,7 @@ from hybrid_models import layer_weights, reference, with_layer
 from scripted import client_of, keys_file, wait_until
 from starlette.testclient import TestClient
 
+from draftwing.config.adapters import AdapterCard, AdapterPath, adapter_paths
 from draftwing.config.options import Options
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.files import lock_file
@@ -38,11 +41,12 @@ class Engine:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         options = {"learn": str(folder), "speculative_draft_model_path": "first", **options}
-        self.info = SimpleNamespace(options=Options.from_kwargs(**options))
+        self.info = SimpleNamespace(options=Options.from_kwargs(**options), head_rank=8)
+        self.adapters = dict[str, AdapterCard]()
         self.link, self.active, self.swapped, self.refusal = object(), 0, list[str](), dict[str, str]()
 
-    async def swap_draft(self, folder: Path | None) -> str | None:
-        name = "first" if folder is None else folder.name
+    async def swap_draft(self, folder: Path | None, adapter: str = "") -> str | None:
+        name = ("first" if folder is None else folder.name) + (f" of {adapter}" if adapter else "")
         self.swapped.append(name)
         return self.refusal.get(name)
 
@@ -55,13 +59,29 @@ class Training:
 
     def __init__(self) -> None:
         self.calls, self.active, self.wanted = list[str](), False, True
+        self.whose: str | None = None  # is being trained
+        self.run: str | None = None  # is there to go on with
+        self.chosen: str | None = ""  # has enough that is new
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> bool:
-            self.calls.append(" ".join((name, *args)))
+            self.calls.append(name)
             return self.wanted
 
         return call
+
+    def left(self) -> str | None:
+        return self.run
+
+    def next(self, whose: list[str]) -> str | None:
+        return self.chosen if self.chosen in whose else None
+
+    def drop(self) -> None:
+        self.calls.append("drop")
+        self.run = self.whose = None
+
+    def start(self, whose: str, more: list[str]) -> None:
+        self.calls.append(" ".join(("start", *([whose] if whose else []), *more)))
 
 
 def looked(learning: Learning, times: int = 1) -> None:
@@ -86,10 +106,12 @@ def history(tmp_path: Path) -> HeadHistory:
     return history
 
 
-def requests(learning: Learning, accepted: int, client: str = "") -> None:
+def requests(learning: Learning, accepted: int, client: str = "", adapter: str = "") -> None:
+    """adapter: name of one, of this digest."""
+    request = SimpleNamespace(client=client, adapters=((adapter, 1.0),) if adapter else (), adapter_digest=adapter)
     for i in range(ENOUGH):
         meta = {"spec_num_correct_drafts": accepted + i % 3, "spec_verify_ct": 10}
-        learning.finished(SimpleNamespace(meta=meta, request=SimpleNamespace(client=client)))  # type: ignore[arg-type]
+        learning.finished(SimpleNamespace(meta=meta, request=request))  # type: ignore[arg-type]
 
 
 def test_the_head_that_is_named_is_swapped_in_once(tmp_path: Path, history: HeadHistory) -> None:
@@ -154,10 +176,10 @@ def test_a_head_that_is_refused_is_not_tried_again_and_another_is(tmp_path: Path
     learning = Learning(engine, tmp_path)
     history.use(2)
     looked(learning, 3)
-    assert engine.swapped == ["2"] and learning.head is None
+    assert engine.swapped == ["2"] and learning.model.head is None
     history.use(1)
     looked(learning, 2)
-    assert engine.swapped == ["2", "1"] and learning.head == 1
+    assert engine.swapped == ["2", "1"] and learning.model.head == 1
 
 
 def test_it_is_swapped_back_where_live_requests_say_so(tmp_path: Path, history: HeadHistory) -> None:
@@ -189,9 +211,9 @@ def test_it_is_swapped_back_when_a_process_that_holds_the_folder_goes_on(
         requests(learning, 2)
     with lock_file(history.folder / "lock"), pytest.raises(DraftwingError):
         looked(learning)
-    assert learning.head == 1
+    assert learning.model.head == 1
     looked(learning, 3)
-    assert learning.head is None
+    assert learning.model.head is None
 
 
 @pytest.mark.parametrize("gone", ["removed", "damaged", "refused"])
@@ -209,7 +231,7 @@ def test_the_first_head_is_swapped_in_where_the_parent_is_gone(
     for _ in range(4):
         requests(learning, 2)
     looked(learning, 5)
-    assert engine.swapped[-1] == "first" and learning.head is None and history.current() is None
+    assert engine.swapped[-1] == "first" and learning.model.head is None and history.current() is None
     assert learning.draft_model_path == "first"
 
 
@@ -227,7 +249,9 @@ def test_a_bad_head_stays_where_there_is_nothing_to_go_back_to(
     looked(learning, 3)
     said = len(caplog.records)
     looked(learning, 9)
-    assert learning.head == 1 and engine.swapped == ["1", "first"] and len(caplog.records) == said, "it is told once"
+    assert learning.model.head == 1 and engine.swapped == ["1", "first"] and len(caplog.records) == said, (
+        "it is told once"
+    )
 
 
 def test_training_runs_while_no_request_does(tmp_path: Path) -> None:
@@ -238,10 +262,15 @@ def test_training_runs_while_no_request_does(tmp_path: Path) -> None:
     assert training.calls == ["busy"]
     training.wanted = False
     looked(learning)
-    assert "busy" in training.calls[1:] and "start first" not in training.calls
+    assert "busy" in training.calls[1:] and "start --init-head first" not in training.calls
     engine.active, training.wanted = 0, True
     looked(learning)
-    assert training.calls[-1] == "start first" and (tmp_path / COSTS).read_text().split() == ["[", "0.01,", "0.02", "]"]
+    assert training.calls[-1] == "start --init-head first" and (tmp_path / COSTS).read_text().split() == [
+        "[",
+        "0.01,",
+        "0.02",
+        "]",
+    ]
 
 
 def test_a_loop_that_is_cancelled_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +320,7 @@ def test_training_begins_with_the_layers_of_a_model_without_a_head(tmp_path: Pat
         words = arguments(own)
         assert words[words.index("--algorithm") + 1] == "MTP"
         engine: Any = Engine(tmp_path, model=folder, speculative_algorithm=algorithm, speculative_draft_model_path=None)
-        assert Learning(engine, tmp_path)._folder_of(None) == folder
+        assert Learning(engine, tmp_path)._folder_of_model() == folder
     # In a file next to the model's, which EAGLE drafts with, too.
     beside = write(tmp_path / "Q-Q8_0.gguf", theirs.config, dict(theirs.state_dict()), Type.Q8_0)
     both = {**theirs.state_dict(), **layer_weights(theirs)}
@@ -314,9 +343,9 @@ def test_nothing_learns_while_traffic_is_deleted(tmp_path: Path) -> None:
     with learning.stopped():
         assert training.calls == ["close"]
         looked(learning, 2)
-        assert "start first" not in training.calls
+        assert "start --init-head first" not in training.calls
     looked(learning)
-    assert training.calls[-1] == "start first"
+    assert training.calls[-1] == "start --init-head first"
 
 
 def test_an_engine_that_was_started_anew_keeps_its_head_where_another_was_refused(
@@ -330,10 +359,13 @@ def test_an_engine_that_was_started_anew_keeps_its_head_where_another_was_refuse
         looked(learning, 2)
     engine.link = object()
     looked(learning, 3)
-    assert engine.swapped == ["1", "2", "1"] and learning.head == 1
+    assert engine.swapped == ["1", "2", "1"] and learning.model.head == 1
     engine.link, engine.refusal["1"] = object(), "damaged meanwhile"
     looked(learning, 3)
-    assert engine.swapped == ["1", "2", "1", "1"] and (learning.head, learning.draft_model_path) == (None, "first")
+    assert engine.swapped == ["1", "2", "1", "1"] and (learning.model.head, learning.draft_model_path) == (
+        None,
+        "first",
+    )
 
 
 def test_a_damaged_head_is_told_once(
@@ -364,6 +396,144 @@ def test_a_damaged_head_is_told_once(
 
     run(work())
     assert len(caplog.records) == 1
+
+
+def adapters(engine: Any, **digests: str) -> None:
+    """Has adapters of these names and digests, and no others."""
+    engine.adapters = {name: AdapterCard(name, f"/adapters/{name}", digest, 4, "") for name, digest in digests.items()}
+
+
+@pytest.fixture
+def own_heads(history: HeadHistory, tmp_path: Path) -> dict[str, list[int]]:
+    """Numbers of two heads of each of two adapters, the second trained from the first."""
+    found: dict[str, list[int]] = {}
+    for digest in ("d1", "d2"):
+        first = history.add(tmp_path / "made", {"adapter": digest})
+        found[digest] = [first, history.add(tmp_path / "made", {"adapter": digest, "parent": first})]
+    return found
+
+
+def test_each_adapter_that_is_loaded_has_its_own_head(
+    tmp_path: Path, history: HeadHistory, own_heads: dict[str, list[int]]
+) -> None:
+    engine: Any = Engine(tmp_path)
+    learning = Learning(engine, tmp_path)
+    history.use(own_heads["d1"][0], "d1")
+    looked(learning, 2)
+    assert engine.swapped == [] and "adapter_head" not in learning.numbers(), "it is not loaded"
+    adapters(engine, sql="d1", again="d1", other="d2")
+    looked(learning, 2)
+    assert engine.swapped == ["3 of d1"]
+    assert learning.numbers()["adapter_head"] == {("sql", "3"): 1, ("again", "3"): 1, ("other", "0"): 1}
+    history.use(2)
+    history.use(own_heads["d2"][0], "d2")
+    looked(learning, 2)
+    assert engine.swapped[1:] == ["2", "5 of d2"] and learning.numbers()["head_swaps"] == 3
+    engine.link = object()
+    looked(learning, 2)
+    assert sorted(engine.swapped[3:]) == ["2", "3 of d1", "5 of d2"], "an engine that was started anew"
+    adapters(engine, again="d1", other="changed")
+    looked(learning, 2)
+    assert engine.swapped[6:] == ["first of d2"], "its files are others now"
+    adapters(engine, again="d1", other="d2")
+    looked(learning, 2)
+    assert engine.swapped[7:] == ["5 of d2"]
+    engine.info.head_rank = 0
+    adapters(engine, new="d3")
+    looked(learning)
+    assert "adapter_head" not in learning.numbers()
+
+
+def test_an_adapters_head_is_swapped_back_by_its_own_requests(
+    tmp_path: Path, history: HeadHistory, own_heads: dict[str, list[int]]
+) -> None:
+    engine: Any = Engine(tmp_path)
+    adapters(engine, sql="d1", other="d2")
+    learning = Learning(engine, tmp_path)
+    first, second = own_heads["d1"]
+    for number in (first, second):
+        history.use(number, "d1")
+        looked(learning, 2)
+        requests(learning, 10, adapter="d1")
+    for _ in range(4):
+        requests(learning, 2)
+        requests(learning, 2, adapter="d2")
+    looked(learning, 2)
+    assert engine.swapped == ["3 of d1", "4 of d1"], "others' requests say nothing"
+
+    def of_sql(accepted: int) -> None:
+        request = SimpleNamespace(client="", adapters=(("sql", 1.0),), adapter_digest="d1")
+        for i in range(ENOUGH):
+            meta = {"spec_num_correct_drafts": accepted + i % 3, "spec_verify_ct": 10}
+            learning.finished(SimpleNamespace(meta=meta, request=request))  # type: ignore[arg-type]
+
+    history.use(first, "d1")
+    looked(learning)
+    of_sql(10)
+    history.use(second, "d1")
+    looked(learning)
+    for _ in range(4):
+        of_sql(2)
+    looked(learning, 2)
+    assert engine.swapped[-1] == "3 of d1" and history.current("d1") == first and history.current() is None
+    assert [name for name, *_ in learning.facts()["adapters"]] == ["sql", "other"]
+
+
+def test_a_head_that_cannot_be_read_stops_nobody_elses(
+    tmp_path: Path, history: HeadHistory, own_heads: dict[str, list[int]]
+) -> None:
+    engine: Any = Engine(tmp_path)
+    adapters(engine, sql="d1", other="d2")
+    learning = Learning(engine, tmp_path)
+    for digest, (first, _) in own_heads.items():
+        history.use(first, digest)
+    (history.folder / str(own_heads["d1"][0]) / "head.json").write_text("{")
+    engine.refusal["2"] = "restart with it"
+    history.use(2)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            looked(learning)
+    assert sorted(engine.swapped) == ["2", "5 of d2"]
+
+
+def test_training_is_told_of_the_adapter_whose_turn_it_is(tmp_path: Path, history: HeadHistory) -> None:
+    engine, training = Engine(tmp_path), Training()
+    path = tmp_path / "an adapter=1"
+    engine.adapters = {"sql": AdapterCard("sql", str(path), "d1", 4, "")}
+    learning = Learning(engine, tmp_path, training)  # type: ignore[arg-type]
+    training.chosen = "d1"
+    looked(learning)
+    given = json.dumps({"name": "sql", "path": str(path)})
+    words = f"start d1 --init-head first --adapter {given} --head-rank 8 --init-factors"
+    assert training.calls[-1] == f"{words} none"
+    (path / "draft_head").mkdir(parents=True)
+    looked(learning)
+    assert training.calls[-1] == f"{words} {path / 'draft_head'}"
+    history.use(history.add(tmp_path / "made", {"adapter": "d1"}), "d1")
+    looked(learning, 2)
+    assert training.calls[-1] == f"{words} {history.folder / '3'}"
+    assert adapter_paths([given]) == (AdapterPath("sql", path),), "as it is read"
+
+
+def test_a_lesson_ends_with_its_adapter(tmp_path: Path) -> None:
+    engine, training = Engine(tmp_path), Training()
+    adapters(engine, sql="d1", other="d2")
+    learning = Learning(engine, tmp_path, training)  # type: ignore[arg-type]
+    looked(learning)
+    training.whose, training.chosen = "d1", None
+    adapters(engine, sql="d1")
+    looked(learning)
+    assert "drop" not in training.calls
+    adapters(engine)
+    looked(learning)
+    assert training.calls.count("drop") == 1
+    training.run = "d1"  # of a server before, which had it
+    looked(learning)
+    assert training.calls.count("drop") == 2 and not any(call.startswith("start d1") for call in training.calls)
+    adapters(engine, sql="d1")
+    training.run = "d1"
+    looked(learning)
+    assert training.calls[-1].startswith("start d1")
 
 
 KEYS = """
@@ -419,6 +589,79 @@ def test_all_dialects_are_kept(tmp_path: Path) -> None:
     assert all(one.answer == [*one.prompt, EOS] and one.client == "anonymous" for one in found)
     assert all(began <= one.at <= time.time() for one in found)
     assert next(one for one in found if one.salt == "x").temperature == 0.5
+
+
+class Adapting(FakeEngine):
+    """Has adapters `a`, `b` and `a2`, which is `a` once more, and any other whose folder has the digest's name."""
+
+    def __init__(self, options: Options, head_rank: int = 8) -> None:
+        super().__init__(options)
+        cards = tuple(AdapterCard(name, f"/{name}", name[0], 4, "") for name in ("a", "b", "a2"))
+        self.info = dataclasses.replace(self.info, adapters=cards, head_rank=head_rank)
+
+    def load_adapter(self, name: str, path: Path, replace: bool = False) -> AdapterCard:
+        return AdapterCard(name, str(path), path.name, 4, "")
+
+    def unload_adapter(self, name: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("head_rank", [8, 0])
+def test_answers_of_adapters_are_kept_by_what_they_are(tmp_path: Path, head_rank: int) -> None:
+    for name in ("other", "adapters/c"):
+        (tmp_path / name).mkdir(parents=True)
+    options = Options(
+        random_seed=7, learn=str(tmp_path / "learnt"), lora_dir=str(tmp_path / "adapters"),
+        api_key_file=keys_file(tmp_path, KEYS),
+    )  # fmt: skip
+    engine = Adapting(options, head_rank)
+    with client_of(engine) as client:
+
+        def ask(text: str, name: str = "alice", **body: Any) -> None:
+            assert client.post("/v1/completions", json={"prompt": text, **body}, headers=key(name)).status_code == 200
+
+        ask("by the model")
+        ask("by a", model="a")
+        ask("by a, too", model="a2")
+        ask("by b", model="b")
+        ask("not kept", model="a", learn=False)
+        ask("nor that", model="a", name="private")
+        for lora in ([{"id": 0, "scale": 0.5}], [{"id": 0, "scale": 1.0}, {"id": 1, "scale": 1.0}]):
+            ask("of none alone", lora=lora)
+        ask("by a, by number", lora=[{"id": 0, "scale": 1.0}])
+        load = {"lora_name": "b", "lora_path": "c", "load_inplace": True}
+        assert client.post("/v1/load_lora_adapter", json=load, headers=key("operator")).is_success
+        ask("by what is b now", model="b")
+        metrics = client.get("/metrics", headers=key("alice")).text
+    store = TrafficStore(tmp_path / "learnt")
+    found = {
+        adapter: [engine.tokenizer.decode(one.prompt) for one in store.read(adapter=adapter)]
+        for adapter in ("", "a", "b", "c")
+    }
+    expected: dict[str, list[str]] = {"": ["by the model"], "a": [], "b": [], "c": []}
+    if head_rank:
+        expected |= {"a": ["by a", "by a, too", "by a, by number"], "b": ["by b"], "c": ["by what is b now"]}
+    assert found == expected
+    assert ("draftwing:adapter_draft_head{" in metrics) <= (head_rank > 0)
+    assert store.delete("alice") == sum(map(len, expected.values()))
+    assert not [path for path in (tmp_path / "learnt" / "clients").rglob("*") if path.is_file()]
+
+
+def test_an_answer_that_began_with_another_adapter_is_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "adapters" / "c").mkdir(parents=True)
+    engine = Adapting(Options(random_seed=7, learn=str(tmp_path / "learnt"), lora_dir=str(tmp_path / "adapters")))
+    with client_of(engine) as client:
+        engine.pause = 0.02
+        body = {"model": "b", "prompt": "x" * 200}
+        asking = threading.Thread(target=client.post, args=("/v1/completions",), kwargs={"json": body})
+        asking.start()
+        wait_until(lambda: bool(engine.requests))
+        load = {"lora_name": "b", "lora_path": "c", "load_inplace": True}
+        assert client.post("/v1/load_lora_adapter", json=load).is_success
+        engine.pause = 0.0
+        asking.join()
+    store = TrafficStore(tmp_path / "learnt")
+    assert [list(store.read(adapter=one)) for one in ("", "b", "c")] == [[], [], []]
 
 
 def test_who_opts_out_is_not_kept(tmp_path: Path) -> None:

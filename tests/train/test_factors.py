@@ -11,6 +11,7 @@ from reference.checkpoints import llama_target
 from reference.fit_run import KEPT, config, run
 from safetensors.torch import load_file
 
+from draftwing.errors import ConfigError
 from draftwing.models.loader import load_model
 from draftwing.train import fit as fit_module
 from draftwing.train.factors import HeadFactors
@@ -111,3 +112,50 @@ def test_files_are_a_peft_adapter_that_makes_the_head(target: Path, tmp_path: Pa
             changed += 1
         torch.testing.assert_close(after[name], tensor, rtol=1e-5, atol=1e-6)
     assert 2 * changed == len(stored) == 16
+
+
+def test_factors_that_are_loaded_go_on_with_more_rank(target: Path, tmp_path: Path) -> None:
+    """What they make is the same, and so it is after what is nearest to it in rank was taken."""
+
+    def fresh() -> Any:
+        return new_eagle3_head(load_model(target, torch.float32, "cpu"), KEPT)
+
+    first = fresh()
+    factors, generator = HeadFactors(first, 3, 5), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for up in factors.up:
+            up.copy_(torch.randn(up.shape, generator=generator))
+    factors.write()
+    factors.save(tmp_path / "draft_head", torch.float32, "base", {})
+    expected = dict(first.named_parameters())
+    head = fresh()
+    more = HeadFactors(head, 5, 9)
+    more.load(tmp_path / "draft_head")
+    for _ in range(2):
+        for name, weight in head.named_parameters():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+        more.fit()
+    with pytest.raises(ConfigError, match="rank 3: expected at most 2"):
+        HeadFactors(fresh(), 2, 0).load(tmp_path / "draft_head")
+
+
+def test_what_is_nearest_in_rank_is_what_singular_values_say(target: Path) -> None:
+    head = new_eagle3_head(load_model(target, torch.float32, "cpu"), KEPT)
+    before = {name: weight.detach().clone() for name, weight in head.named_parameters()}
+    factors, generator = HeadFactors(head, 3, 5), torch.Generator().manual_seed(0)
+    made = {}
+    with torch.no_grad():  # two changes of that rank, the second one smaller
+        for name, weight in head.named_parameters():
+            if name in ("fc.weight", "fusion.mixer.o.weight", "fusion.mlp.down.weight"):
+                rows, columns = weight.shape
+                ups, downs = (torch.randn(2, *size, generator=generator) for size in ((rows, 3), (3, columns)))
+                made[name] = ups[0] @ downs[0] + 0.3 * ups[1] @ downs[1]
+                weight += made[name]
+    factors.fit()
+    for name, weight in head.named_parameters():
+        if name in made:
+            left, sizes, right = torch.linalg.svd(made[name].double(), full_matrices=False)
+            nearest = left[:, :3] * sizes[:3] @ right[:3]
+            torch.testing.assert_close((weight - before[name]).double(), nearest, rtol=1e-3, atol=1e-3, msg=name)
+        else:
+            torch.testing.assert_close(weight, before[name], msg=name)

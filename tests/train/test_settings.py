@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from draftwing.errors import CheckpointError, ConfigError, RequestError
+from draftwing.learn.history import HeadHistory
+from draftwing.models.adapters.stored import stored_digest
 from draftwing.requests.sampling_params import SamplingParams
 from draftwing.train.generate import MIN_ANSWER
 from draftwing.train.settings import Settings, open_run
@@ -37,6 +40,11 @@ from draftwing.train.settings import Settings, open_run
         ({"head_rank": 8, "adapter": "a=b"}, "--head-rank: expected .* and one --init-head"),
         ({"head_rank": 8, "adapter": "a=b", "init_head": ("h", "i")}, "--head-rank: expected .* and one --init-head"),
         ({"head_rank": 8, "adapter": "a=b", "init_head": ("h",), "epochs": 0.0}, "--head-rank: expected some training"),
+        (
+            {"adapter": "a=b", "traffic": "t"},
+            "--adapter with --from trains the adapter's own head: expected --head-rank",
+        ),
+        ({"init_factors": "f"}, "--init-factors: expected --head-rank"),
         ({"head_rank": 257}, "head_rank must be at most 256"),
         ({"algorithm": "DFLASH", "head_rank": 8}, "--head-rank: for --algorithm EAGLE and EAGLE3 and MTP, found"),
         ({"markov_rank": 8}, "--markov-rank: for --algorithm DFLASH and DSPARK and DFLASH2, found EAGLE3"),
@@ -85,6 +93,35 @@ def test_what_is_held_out_stays_so(tmp_path: Path, name: str, other: float) -> N
     with pytest.raises(ConfigError, match=f"{tmp_path} was made with --{flag} .*, not {other}: leave it out to go on"):
         open_run(tmp_path, {name: other}, {})
     assert open_run(tmp_path, {"held_out": 0.1, "eval_count": 5}, {}).settings.held_out == 0.1
+
+
+def test_an_adapters_run_begins_with_the_factors_that_are_served(tmp_path: Path) -> None:
+    """Of its own and of no other, and what it has begun with stays when another one is served."""
+    adapter, made, history = tmp_path / "adapter", tmp_path / "made", HeadHistory(tmp_path / "t" / "heads")
+    for folder in (adapter, made):
+        folder.mkdir()
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (folder / name).write_text("{}")
+    digest = stored_digest(adapter)
+    history.use(history.add(made, {"adapter": "another"}), "another")
+    asked = {"traffic": str(tmp_path / "t"), "adapter": f"own={adapter}", "head_rank": 8, "init_head": ("h",)}
+
+    def begins(name: str, **more: Any) -> str | None:
+        return open_run(tmp_path / name, {**asked, **more}, {}).settings.init_factors
+
+    assert begins("new") == "none"
+    shutil.copytree(made, adapter / "draft_head")
+    assert begins("own files") == str(adapter / "draft_head")
+    run = open_run(tmp_path / "out", asked, {})
+    run.save()
+    (tmp_path / "out" / "traffic.json").write_text("{}")
+    history.use(history.add(made, {"adapter": digest}), digest)
+    assert begins("learnt") == str(history.folder / "2") and begins("asked", init_factors="none") == "none"
+    assert begins("out") == str(adapter / "draft_head") == open_run(tmp_path / "out", {}, {}).settings.init_factors
+    with pytest.raises(ConfigError, match="was made with --init-factors"):
+        begins("out", init_factors="none")
+    without = {name: value for name, value in asked.items() if name not in ("adapter", "head_rank")}
+    assert open_run(tmp_path / "model", without, {}).settings.init_factors is None
 
 
 @pytest.mark.parametrize("changed", ["adapter_config.json", "adapter_model.safetensors"])

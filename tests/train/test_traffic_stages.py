@@ -20,6 +20,7 @@ from reference import learnable
 from reference.checkpoints import mimo
 from reference.exact_heads import cycles, make_codes, readout
 from safetensors.torch import load_file
+from tiny_adapters import write_adapter
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from draftwing import LLM
@@ -28,11 +29,13 @@ from draftwing.config.options import Options
 from draftwing.errors import ConfigError
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import Exchange, TrafficStore
+from draftwing.models.adapters.stored import stored_digest
 from draftwing.models.heads.config import BlockConfig
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.heads.mtp import check_trainable
 from draftwing.models.heads.own_layers import layers_to_learn
 from draftwing.models.loader import load_config, load_model
+from draftwing.sched.own_heads import OwnHeads
 from draftwing.train import traffic_stages
 from draftwing.train.checkpoint import save_head
 from draftwing.train.draft_vocabulary import RENEWED, renewed
@@ -221,6 +224,78 @@ def test_too_little_traffic_is_refused(served: Served, capsys: pytest.CaptureFix
     assert (served.folder / "no run" / "traffic.json").exists()
 
 
+RANK = 16  # of hidden states of 32
+
+
+class Adapted:
+    """An adapter of the target, a head of the target's that knows nothing of it, and its answers in the traffic."""
+
+    def __init__(self, served: Served, name: str, seed: int = 5) -> None:
+        self.served, self.name = served, name
+        fresh = served._kept(new_eagle3_head(load_model(served.target, torch.float32, "cpu"), None), f"{name} fresh")
+        words = "--epochs", "8", "--lr", "0.02", "--batch-tokens", "128", "--ttt-steps", "3"
+        served.add(name, 80)
+        self.head = served.train(name, *words, "--out", str(served.folder / f"{name} first"), head=fresh).get(1).folder
+        self.path = write_adapter(served.folder / f"{name} adapter", served.target, seed, rank=4, strength=0.1)
+        self.digest, self.given = stored_digest(self.path), f"{name}={self.path}"
+        starts = learnable.prompts(100, 7)
+        store = TrafficStore(served.folder / name, clock=lambda: 0.0)
+        for at, (start, (answer, _)) in enumerate(zip(starts, self.answers(starts), strict=True), 1):
+            assert store.add(Exchange(float(at), "team", None, start, answer, 0.0, self.digest))
+        store.close()
+
+    def answers(self, starts: list[list[int]], head: Path | None = None) -> list[tuple[list[int], tuple[int, int]]]:
+        """Of each start: token ids, and how many drafts were right in how many steps. head: of the adapter's own."""
+        params = {"temperature": 0, "max_new_tokens": learnable.ANSWER, "ignore_eos": True}
+        options = {**learnable.ENGINE, **learnable.drafting("EAGLE3", self.head, 3), "max_lora_head_rank": RANK}
+        with LLM(str(self.served.target), **options, lora_modules=[self.given]) as llm:
+            if head is not None:
+                llm.engine.swap_draft(head, self.digest)
+            found = llm.generate(starts, params, adapter=self.name)
+        metas = [one.meta_info for one in found]
+        counts = [(meta["spec_num_correct_drafts"], meta["spec_verify_ct"]) for meta in metas]
+        return [(one.token_ids, count) for one, count in zip(found, counts, strict=True)]
+
+    def train(self, *more: str) -> HeadHistory:
+        words = "--adapter", self.given, "--head-rank", str(RANK), "--epochs", "8", "--batch-tokens", "128"
+        return self.served.train(self.name, *words, "--lr", "0.02", "--ttt-steps", "3", *more, head=self.head)
+
+
+def length(found: list[tuple[list[int], tuple[int, int]]]) -> float:
+    return 1 + sum(right for _, (right, _) in found) / sum(steps for _, (_, steps) in found)
+
+
+def test_an_adapters_own_head_learns_from_its_traffic_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It begins with nothing, then with what is served; what is judged is what an engine then accepts."""
+    monkeypatch.setattr(OwnHeads, "next", lambda self, key: True)
+    adapted = Adapted(served, "sql")
+    history = adapted.train()
+    first, record = history.list()
+    assert record.adapter == adapted.digest and history.current(adapted.digest) == record.number
+    assert (history.current(), first.adapter) == (first.number, ""), "the model's own is what it was"
+    assert record.parent is None and record.data["clients"] == {"team": 80} and record.data["adapter"] == "sql"
+    later = learnable.prompts(24, 99)
+    before, after = adapted.answers(later), adapted.answers(later, record.folder)
+    assert [text for text, _ in before] == [text for text, _ in after]
+    assert length(after) > 1.2 * length(before)
+    traffic = record.figures["traffic"]
+    assert traffic["length_before"] == pytest.approx(length(before), abs=0.25)
+    assert traffic["length_after"] == pytest.approx(length(after), abs=0.4)
+    # The next one begins with these factors, of which it keeps some where little is learnt.
+    adapted.train("--out", str(served.folder / "sql again"), "--epochs", "1", "--lr", "1e-9")
+    second = history.list()[2]
+    assert second.parent == record.number and not second.figures["taken"]
+    for figure in ("length_before", "length_after"):
+        assert second.figures["traffic"][figure] == pytest.approx(traffic["length_after"], abs=0.02)
+    assert length(adapted.answers(later, second.folder)) == pytest.approx(length(after), abs=0.02)
+    (adapted.path / "adapter_config.json").write_text((adapted.path / "adapter_config.json").read_text() + " ")
+    with pytest.raises(AssertionError):
+        adapted.train("--out", str(served.folder / "sql other"))
+    assert "has 0 exchanges of this adapter, as its files are now" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("few_general_prompts")
 def test_general_text_is_the_models_own_and_serves_later_runs(served: Served) -> None:
     served.add("mixed", 60)
@@ -238,6 +313,25 @@ def test_general_text_is_the_models_own_and_serves_later_runs(served: Served) ->
     assert record.figures["general"]["texts"] == len(answers) - len(lengths) >= 8
     assert sum(lengths) / (sum(lengths) + learnt) == pytest.approx(0.2, abs=0.05)
     assert record.data["general"] == len(lengths)
+
+
+@pytest.mark.usefixtures("few_general_prompts")
+def test_general_text_of_an_adapter_is_what_it_answers(served: Served) -> None:
+    """To prompts that all share; its answers are its own."""
+    adapted, general = Adapted(served, "talks"), served.folder / "talks" / "general"
+    general.mkdir()
+    prompts = [json.dumps({"turns": [f"prompt {i}"]}) for i in range(80)]
+    (general / "prompts-000.jsonl").write_text("\n".join(prompts))
+    record = adapted.train("--general-share", "0.2", "--epochs", "1", "--max-tokens", "16").list()[-1]
+    assert {path.name for path in general.iterdir()} == {"prompts-000.jsonl", adapted.digest}
+    answers = [json.loads(line) for line in (general / adapted.digest / "responses.jsonl").read_bytes().splitlines()]
+    assert record.figures["general"]["texts"] >= 8 and record.data["general"] >= 4
+    spans = [(one["ids"], *one["spans"][0]) for one in answers if one["temperature"] == 0]
+    given, params = [ids[:start] for ids, start, _ in spans], {"temperature": 0, "max_new_tokens": 16}
+    with LLM(str(served.target), **learnable.ENGINE, lora_modules=[adapted.given]) as llm:
+        own, other = ([one.token_ids for one in llm.generate(given, params, adapter=name)]
+                      for name in (adapted.name, None))  # fmt: skip
+    assert [ids[start:end] for ids, start, end in spans] == own != other and len(own) > 4
 
 
 def test_a_new_token_begins_as_others_of_the_target_would(served: Served) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -158,6 +158,8 @@ def add_learning_commands(commands: Any) -> dict[str, Run]:
     for name, text in texts.items():
         one = heads.add_parser(name, parents=[folder, as_json] if name == "show" else [folder], help=text)
         one.add_argument("number", metavar="NUMBER", type=_number_or_none if name == "use" else int)
+        if name == "use":
+            one.add_argument("--adapter", metavar="DIGEST", help="with none: that of this adapter's files")
 
     traffic = commands.add_parser(
         "traffic", help="prompts and answers that are kept for learning",
@@ -184,22 +186,23 @@ def run_heads(arguments: dict[str, Any]) -> None:
     history = HeadHistory(_folder(arguments["learn"]) / "heads")
     action = arguments["action"]
     if action == "use":
-        history.use(arguments["number"])
+        number = arguments["number"]
+        history.use(number, arguments["adapter"] or "" if number is None else history.get(number).adapter)
     elif action == "rm":
         history.remove(arguments["number"])
     else:
         records = [history.get(arguments["number"])] if action == "show" else [*history.list()]
-        facts = [_head(record, history.current()) for record in records]
+        facts = [_head(record, history.served(record.number)) for record in records]
         if arguments["json"]:
             print(json.dumps(facts[0] if action == "show" else facts, indent=1))
         elif action == "show":
             print(table([(name, _shown(name, value)) for name, value in facts[0].items()]))
         else:
-            print(_heads_table(records, history.current()))
+            print(_heads_table(records, [one.number for one in records if history.served(one.number)]))
 
 
-def _head(record: HeadRecord, current: int | None) -> dict[str, Any]:
-    return asdict(record) | {"folder": str(record.folder), "served": record.number == current}
+def _head(record: HeadRecord, served: bool) -> dict[str, Any]:
+    return asdict(record) | {"folder": str(record.folder), "served": served}
 
 
 def _shown(name: str, value: Any) -> str:
@@ -210,16 +213,17 @@ def _shown(name: str, value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict) else "-" if value is None else str(value)
 
 
-def _heads_table(records: list[HeadRecord], current: int | None) -> str:
+def _heads_table(records: list[HeadRecord], served: Collection[int]) -> str:
     if not records:
         return "no heads were trained yet"
-    rows = [("", "NUMBER", "PARENT", "ALGORITHM", "MADE", "EXCHANGES", "DELETED SINCE")]
+    rows = [("", "NUMBER", "PARENT", "ALGORITHM", "ADAPTER", "MADE", "EXCHANGES", "DELETED SINCE")]
     for one in records:
         exchanges = sum(one.data.get("clients", {}).values())
+        adapter = f"{one.data.get('adapter', '')} {one.adapter}".strip() or "-"
         rows.append(
             (
-                "*" * (one.number == current), str(one.number), _shown("parent", one.parent), one.algorithm or "-",
-                _time(one.made), str(exchanges), ", ".join(one.deleted),
+                "*" * (one.number in served), str(one.number), _shown("parent", one.parent), one.algorithm or "-",
+                adapter, _time(one.made), str(exchanges), ", ".join(one.deleted),
             )
         )  # fmt: skip
     return table(rows)
@@ -236,11 +240,14 @@ def run_traffic(arguments: dict[str, Any]) -> None:
         return
     from draftwing.models.hub_files import readable
 
-    rows = [("CLIENT", "EXCHANGES", "TOKENS OF ANSWERS", "SIZE", "FIRST", "LAST")]
+    rows = [("CLIENT", "EXCHANGES", "TOKENS OF ANSWERS", "SIZE", "FIRST", "LAST", "ADAPTER")]
     rows += [
-        (one.client, str(one.exchanges), str(one.tokens), readable(one.bytes), _time(one.first), _time(one.last))
+        (
+            one.client, str(one.exchanges), str(one.tokens), readable(one.bytes), _time(one.first), _time(one.last),
+            one.adapter,
+        )
         for one in found
-    ]
+    ]  # fmt: skip
     print(table(rows) if found else "nothing is kept")
 
 

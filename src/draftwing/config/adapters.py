@@ -13,6 +13,7 @@ from draftwing.requests.refusals import show
 
 DEFAULT_SLOTS = 8
 DEFAULT_RANK = 16  # that slots have room for at least; vLLM's
+DEFAULT_HEAD_RANK = 32  # of draft heads of adapters' own, where these learn from traffic
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,256}")
 _KEYS = (("name", "path"), ("lora_name", "lora_path"))  # vLLM's and SGLang's
 

@@ -134,7 +134,7 @@ class OptionFields:
     )  # fmt: skip
     max_lora_head_rank: int | None = option(
         None, MODEL, "largest rank of a draft head of an adapter's own; 0: the model's drafts for all of them "
-        "(default: that of --lora-modules)", minimum=0, maximum=256,
+        "(default: that of --lora-modules, with --learn 32 at least)", minimum=0, maximum=256,
     )  # fmt: skip
     random_seed: int | None = option(
         None, MODEL, "seed of requests that give none of their own (default: random)", minimum=0, maximum=2**63 - 1

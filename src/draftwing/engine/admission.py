@@ -50,6 +50,7 @@ class EngineInfo:
     stored: Mapping[str, Any] = field(default_factory=dict)  # `models.library.stored_as`, and whether on_device
     images: ImageProcessor | None = None  # how pictures are prepared; None: the model reads none
     adapters: tuple[AdapterCard, ...] = ()  # that are there from the start
+    head_rank: int = 0  # that adapters' own draft heads have room for, 0: they have none
     pooling: Pooling = field(default_factory=Pooling)  # how vectors are made of texts
     writes: bool = True  # whether it writes text; else vectors or scores are all that requests get
     provenance: Provenance | None = None  # of receipts; None: weights or drafts are made up, so there are none

@@ -40,7 +40,7 @@ from draftwing.engine.loop import Loop, PageTableCheck
 from draftwing.engine.provenance import StoredFile, model_files, provenance_of
 from draftwing.engine.saved_prefixes import SavedPrefixes
 from draftwing.engine.sleep import Sleep
-from draftwing.engine.startup.adapters import checked_adapter
+from draftwing.engine.startup.adapters import NO_HEADS, checked_adapter
 from draftwing.engine.startup.compiler_process import Compiler
 from draftwing.engine.startup.info import info_of
 from draftwing.engine.startup.models import draft_path_of
@@ -220,12 +220,20 @@ class Engine:
             self._clients.clear()
             return True
 
-    def swap_draft(self, folder: Path | None) -> None:
+    def swap_draft(self, folder: Path | None, adapter: str = "") -> None:
         """Loads another draft head, which drafts from the next step on. Texts do not change; what runs goes on.
 
         folder: of a head that differs from the one in use in its weights, and perhaps in which tokens it drafts, alone;
-        None for the one that it began with. Raises CheckpointError and ConfigError, of any rank, before anything
-        changes."""
+        None for the one that it began with.  adapter: digest of the one whose own head it is, which drafts for requests
+        to come; None for the one that came with it. Raises CheckpointError and ConfigError, of any rank, before
+        anything changes."""
+        if adapter:
+            slots = self.parts.executor.head_slots
+            if slots is None:
+                raise ConfigError(NO_HEADS)
+            self._adapters.learn(adapter, None if folder is None else slots.read(folder))
+            log.info("drafts for the adapter %s come from %s", adapter, folder or "what came with it")
+            return
         with self._loading:
             if self.is_sleeping:
                 raise ConfigError("the engine sleeps: wake it up before its head is replaced")

@@ -37,7 +37,7 @@ class HeadRecord:
     """A head. folder: as `--speculative-draft-model-path` takes it.  parent: the number of the head that it was trained
     from, None for the command line's.  algorithm: of `draftwing train`.  made: unix seconds.  data: exchanges that it
     was trained with, by client, and their times.  figures: of the judge.  deleted: clients whose exchanges were deleted
-    since.  sha256: of its files."""
+    since.  sha256: of its files.  adapter: digest of the one whose own head it is, "": the model's."""
 
     number: int
     folder: Path
@@ -48,11 +48,12 @@ class HeadRecord:
     figures: dict[str, Any]
     deleted: tuple[str, ...]
     sha256: str
+    adapter: str = ""
 
 
 class HeadHistory:
-    """The heads of a folder. Each change is whole or did not happen, whenever the process is stopped, and several
-    processes may make some. Numbers begin at 1 and are never given twice."""
+    """The heads of a folder, the model's and adapters' own. Each change is whole or did not happen, whenever the
+    process is stopped, and several processes may make some. Numbers begin at 1 and are never given twice."""
 
     def __init__(self, folder: Path) -> None:
         """folder: `DIR/heads`, which need not be there."""
@@ -62,9 +63,9 @@ class HeadHistory:
         """Copies a head and returns its number. It is not served yet.
 
         head: a folder as `draftwing train` writes it; folders in it are left out.  facts: `parent`, `algorithm`,
-        `data` and `figures` of `HeadRecord`, each of which may be left out, as JSON has them.
+        `data`, `figures` and `adapter` of `HeadRecord`, each of which may be left out, as JSON has them.
         """
-        unknown = set(facts) - {"parent", "algorithm", "data", "figures"}
+        unknown = set(facts) - {"parent", "algorithm", "data", "figures", "adapter"}
         if unknown:
             raise ValueError(f"unknown facts: {', '.join(sorted(unknown))}")
         with self._locked():
@@ -83,9 +84,9 @@ class HeadHistory:
             sync_folder(self.folder)
             return number
 
-    def list(self) -> Sequence[HeadRecord]:
-        """Returns all heads, the oldest first."""
-        return [self.get(number) for number in self._numbers()]
+    def list(self, adapter: str | None = None) -> Sequence[HeadRecord]:
+        """Returns heads, the oldest first: all, or those of an adapter, by its digest, or of the model ("")."""
+        return [one for one in map(self.get, self._numbers()) if adapter in (None, one.adapter)]
 
     def get(self, number: int) -> HeadRecord:
         """Returns a head. Raises ConfigError where there is none, or what is known of it cannot be read."""
@@ -94,45 +95,53 @@ class HeadHistory:
             facts = load_json(folder / FACTS)
             return HeadRecord(
                 number, folder, facts.get("parent"), facts.get("algorithm", ""), facts["made"], facts.get("data", {}),
-                facts.get("figures", {}), tuple(facts.get("deleted", ())), facts["sha256"],
+                facts.get("figures", {}), tuple(facts.get("deleted", ())), facts["sha256"], facts.get("adapter", ""),
             )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{folder / FACTS} cannot be read ({error}): remove {folder}") from None
 
-    def current(self) -> int | None:
-        """Returns the number of the head that is served, None for the command line's."""
+    def current(self, adapter: str = "") -> int | None:
+        """Returns the number of the head that is served, None for the command line's. adapter: digest of the one whose
+        own head it is; None is that of its files then."""
         try:
-            number = int((self.folder / "current").read_text(encoding="utf-8"))
+            number = int(self._current(adapter).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
             return None
         return number if number in self._numbers() else None
 
-    def use(self, number: int | None) -> None:
-        """Says which head is served, None for the command line's. Raises ConfigError for one that is not there, or
-        whose files have changed."""
-        with self._locked():
-            self._use(number)
+    def served(self, number: int) -> bool:
+        """Returns whether a head, or what is left of one, is the current one of the model or of an adapter."""
+        names = (path.name.removeprefix("current").removeprefix("-") for path in self.folder.glob("current*"))
+        return any(self.current(adapter) == number for adapter in names if not adapter.endswith(PARTIAL))
 
-    def use_instead(self, number: int | None, before: int | None) -> bool:
+    def use(self, number: int | None, adapter: str = "") -> None:
+        """Says which head is served, for the model or for the adapter whose it is; None: that of the command line, or
+        of the adapter's files. Raises ConfigError for one that is not there, whose files have changed, or which is no
+        head of this."""
+        with self._locked():
+            self._use(number, adapter)
+
+    def use_instead(self, number: int | None, before: int | None, adapter: str = "") -> bool:
         """Has `number` take the place of `before`, as `use`. Returns False where by now another head is served."""
         with self._locked():
-            if self.current() != before:
+            if self.current(adapter) != before:
                 return False
-            self._use(number)
+            self._use(number, adapter)
             return True
 
     def remove(self, number: int) -> None:
         """Removes a head, or what is left of one. Raises ConfigError where there is none, or it is served."""
         with self._locked():
             folder = self._folder(number)
-            if number == self.current():
+            if self.served(number):
                 raise ConfigError(f"head {number} is served: use another one first")
             remove_folder(folder)
 
-    def keep(self, count: int) -> None:
-        """Removes the oldest beyond so many, but for the one that is served and the one that it was trained from."""
+    def keep(self, count: int, adapter: str = "") -> None:
+        """Removes the oldest of an adapter or of the model beyond so many, but for the one that is served and the one
+        that it was trained from."""
         with self._locked():
-            records, current = self.list(), self.current()
+            records, current = self.list(adapter), self.current(adapter)
             needed = {current, *(record.parent for record in records if record.number == current)}
             for record in [one for one in records if one.number not in needed][: max(len(records) - count, 0)]:
                 remove_folder(record.folder)
@@ -161,14 +170,20 @@ class HeadHistory:
         except BlockingIOError:
             raise DraftwingError(f"another process is changing {self.folder}: try again later") from None
 
-    def _use(self, number: int | None) -> None:
+    def _current(self, adapter: str) -> Path:
+        return self.folder / (f"current-{adapter}" if adapter else "current")
+
+    def _use(self, number: int | None, adapter: str) -> None:
         if number is None:
-            (self.folder / "current").unlink(missing_ok=True)
+            self._current(adapter).unlink(missing_ok=True)
             return
         record = self.get(number)
+        if record.adapter != adapter:
+            whose = f"the adapter {record.adapter}" if record.adapter else "the model"
+            raise ConfigError(f"head {number} is of {whose}: expected one of {adapter or 'the model'}")
         if _digest(record.folder) != record.sha256:
             raise ConfigError(f"{record.folder} is damaged: its files have changed since it was made")
-        write_text(self.folder / "current", f"{number}\n", private=True)
+        write_text(self._current(adapter), f"{number}\n", private=True)
 
     def _folder(self, number: int) -> Path:
         if number not in self._numbers():

@@ -9,18 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from resource import RLIM_INFINITY
 
-from draftwing.files import make_private
+from draftwing.files import load_json, make_private
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.traffic import RUN, TrafficStore
 from draftwing.machine import import_environment
 
 logger = logging.getLogger(__name__)
 _MODULE = "draftwing.learn.low_priority"
+RUN_FILE = "train.json"  # of a run: what it was asked for
 NEW = 64  # exchanges since the newest head, for another one to be trained: fewer hardly change it
 COSTS = (
     "costs.json"  # in the folder: seconds of steps with 1, 2, .. drafts, as the engine that serves has measured them
@@ -34,8 +35,8 @@ class IdleTraining:
     """The process that trains, from `DIR` in `DIR/training`, and when it runs.
 
     It goes on after `idle_seconds` without requests and is stopped with the first one. What a kill leaves of a run goes
-    on with the next process: each stage finds what is there. Not for several threads at once, but for `work_left` and
-    `tidy`.
+    on with the next process: each stage finds what is there. Not for several threads at once, but for `left`, `enough`,
+    `drop` and `tidy`.
     """
 
     def __init__(
@@ -52,14 +53,21 @@ class IdleTraining:
         self._memory, self._idle_seconds, self._clock = memory, idle_seconds, clock
         self._process: subprocess.Popen[bytes] | None = None
         self._running = False  # whether it may, where there is one
+        self._whose = ""  # the head that it trains
         self._ended = False  # a run, of which everything is still there
         self._idle_since = clock()
         self._not_before = 0.0
+        self._begun: dict[str, float] = {}  # when a run was last begun, by whose head it was for
 
     @property
     def active(self) -> bool:
         """Returns whether a head is being trained right now."""
         return self._process is not None and self._running
+
+    @property
+    def whose(self) -> str | None:
+        """Returns whose head is being trained, be it that the process stands still, as `left` does."""
+        return None if self._process is None else self._whose
 
     def busy(self) -> None:
         """A request is there: the process stands still until `look` has seen enough idle time."""
@@ -72,28 +80,48 @@ class IdleTraining:
         """Returns whether it is idle, and the folder is to be looked at for something to learn."""
         return self._process is None and self._idle() and self._clock() >= self._not_before
 
-    def work_left(self) -> bool:
-        """Returns whether there is a run to go on with, or enough that is new."""
+    def left(self) -> str | None:
+        """Returns whose head the run is for that is there to go on with: the digest of an adapter, "": the model's;
+        None: there is none."""
         self._not_before = self._clock() + LOOK_SECONDS
-        if (self.out / "train.json").exists():
-            return True
-        records = HeadHistory(self.folder / "heads").list()
-        since = max((float(one.data.get("until", 0.0)) for one in records), default=0.0)
-        return TrafficStore(self.folder).count(since) >= NEW
+        try:
+            return str(load_json(self.out / RUN_FILE).get("adapter_digest") or "")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, AttributeError):
+            return ""  # `draftwing train` says what is wrong with it
 
-    def start(self, head: str) -> None:
-        """Starts the process, which trains on from a head's folder, or goes on with the run that is there."""
+    def next(self, whose: Collection[str]) -> str | None:
+        """Returns for whose head there is enough that is new, of the model ("") and adapters by their digests: who has
+        waited longest; None: for none."""
+        history, store = HeadHistory(self.folder / "heads"), TrafficStore(self.folder)
+        since = dict.fromkeys(whose, 0.0)
+        for one in history.list():
+            if one.adapter in since:
+                since[one.adapter] = max(since[one.adapter], float(one.data.get("until", 0.0)))
+        ready = [one for one, until in since.items() if store.count(until, one) >= NEW]
+        return min(ready, key=lambda one: (self._begun.get(one, 0.0), since[one]), default=None)
+
+    def drop(self) -> None:
+        """Ends the process, and removes its run."""
+        self.close()
+        shutil.rmtree(self.out, ignore_errors=True)
+
+    def start(self, whose: str, more: Sequence[str]) -> None:
+        """Starts the process, which begins a run, or goes on with the one that is there. whose: as `next` has it.
+        more: arguments of one that begins."""
         words = ["train", "--from", str(self.folder), "--out", str(self.out), *self._arguments]
-        if not (self.out / "train.json").exists():
-            words += ["--init-head", head]
+        if not (self.out / RUN_FILE).exists():
+            words += more
         make_private(self.out)
+        self._begun[whose] = self._clock()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", _MODULE, str(os.getpid()), str(self._memory), *words],
             stdin=subprocess.DEVNULL,
             env=import_environment() | {"OMP_NUM_THREADS": str(THREADS)},
         )
-        self._running = True
-        logger.info("learning: a head is being trained")
+        self._running, self._whose = True, whose
+        logger.info("learning: a head is being trained%s", f" for the adapter {whose}" if whose else "")
 
     def look(self) -> bool:
         """Lets the process run where nothing else does, and takes note of its end. Returns whether a run has been

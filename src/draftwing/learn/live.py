@@ -80,6 +80,12 @@ class LiveAcceptance:
             Point(group[0].at, sum(one.tokens for one in group), sum(one.steps for one in group)) for group in groups
         ]
 
+    @property
+    def newest(self) -> float | None:
+        """Returns the acceptance length of the newest requests since the last swap; None: there are none."""
+        steps = sum(request.steps for request in self._since)
+        return round(sum(request.tokens for request in self._since) / steps, 3) if steps else None
+
     def by_client(self) -> dict[str, float]:
         """Returns the acceptance length of each client with a name, in the newest requests since the last swap."""
         tokens, steps = Counter[str](), Counter[str]()

@@ -1,7 +1,7 @@
 """What clients asked and were answered, as token ids in files of one folder: what a draft head can learn from.
 
-`DIR/clients/<client>/` has a line for each exchange, see `learn.segments`. One process writes; others may read
-meanwhile.
+`DIR/clients/<client>/` has a line for each exchange, see `learn.segments`, and in it `<digest>/` those of an adapter.
+One process writes; others may read meanwhile.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import heapq
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -35,7 +36,7 @@ _MAX_NAME = 100  # characters of a folder's name; a file system takes 255 bytes
 @dataclass(frozen=True)
 class Exchange:
     """A prompt and its answer, as token ids. at: unix seconds at which the answer was complete.  client: the name of
-    the key.  salt: the request's `cache_salt`."""
+    the key.  salt: the request's `cache_salt`.  adapter: digest of the one that answered, "": the model alone."""
 
     at: float
     client: str
@@ -43,6 +44,7 @@ class Exchange:
     prompt: list[int]
     answer: list[int]
     temperature: float
+    adapter: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class TrafficLimits:
 
 @dataclass(frozen=True)
 class ClientTraffic:
-    """What is kept of a client. tokens: of answers.  first, last: unix seconds."""
+    """What is kept of a client and an adapter, by its digest; "": of the model alone. tokens: of answers.  first, last:
+    unix seconds."""
 
     client: str
     exchanges: int
@@ -64,6 +67,7 @@ class ClientTraffic:
     bytes: int
     first: float
     last: float
+    adapter: str = ""
 
 
 def names_of(client: str) -> tuple[str, ...]:
@@ -94,7 +98,7 @@ class TrafficStore:
         """folder: that of --learn.  vocabulary: a hash of the tokenizer; ConfigError is raised where the folder has
         tokens of another one. Empty: whichever it is, to read or to delete."""
         self.folder, self.limits, self._clock = Path(folder), limits or TrafficLimits(), clock
-        self._clients: dict[str, Segments] = {}  # by the folder's name
+        self._kept: dict[str, Segments] = {}  # by the folder's name below that of clients
         self._lock: IO[str] | None = None
         self._loaded = False
         self._given = vocabulary
@@ -147,7 +151,8 @@ class TrafficStore:
         if not self._loaded:
             remove_partial(self.folder)
             remove_partial(self._folder_of(""))
-            self._clients = {path.name: Segments(path, self._segment) for path in self._folders()}
+            names = (str(path.relative_to(self._folder_of(""))) for path in self._folders(None))
+            self._kept = {name: Segments(self._folder_of(name), self._segment) for name in names}
             self._loaded = True
             self.sweep()
 
@@ -158,10 +163,10 @@ class TrafficStore:
         if len(exchange.answer) < MIN_ANSWER:
             return False
         self.load()
-        name = client_folder(exchange.client)
-        if name not in self._clients:
-            self._clients[name] = Segments(self._folder_of(name), self._segment)
-        segments = self._clients[name]
+        name = str(Path(client_folder(exchange.client), exchange.adapter))
+        if name not in self._kept:
+            self._kept[name] = Segments(self._folder_of(name), self._segment)
+        segments = self._kept[name]
         if segments.newest <= self._clock():  # else a wrong clock has written it
             exchange = replace(exchange, at=max(exchange.at, segments.newest))
         line = _line(exchange)
@@ -172,28 +177,29 @@ class TrafficStore:
         segments.append(line, entry)
         return True
 
-    def read(self, since: float = 0.0, until: float = math.inf) -> Iterator[Exchange]:
-        """Yields exchanges with since <= at < until, in order of time. What is added or removed meanwhile may be among
-        them or not."""
-        clients = [_exchanges(folder) for folder in self._folders()]
+    def read(self, since: float = 0.0, until: float = math.inf, adapter: str = "") -> Iterator[Exchange]:
+        """Yields exchanges of an adapter, or of the model alone, with since <= at < until, in order of time. What is
+        added or removed meanwhile may be among them or not."""
+        clients = [_exchanges(folder, adapter) for folder in self._folders(adapter)]
         for exchange in heapq.merge(*clients, key=lambda one: one.at):
             if since <= exchange.at < until:
                 yield exchange
 
-    def count(self, since: float) -> int:
+    def count(self, since: float, adapter: str = "") -> int:
         """Returns how many exchanges `read` yields, much faster where few are so new."""
-        return sum(count_since(folder, since) for folder in self._folders())
+        return sum(count_since(folder, since) for folder in self._folders(adapter))
 
     def clients(self) -> list[ClientTraffic]:
-        """Returns what is kept, by client."""
+        """Returns what is kept, by client and adapter."""
         found = []
-        for folder in self._folders():
-            every = [(one.client, one.at, len(one.answer)) for one in _exchanges(folder)]
+        for folder in self._folders(None):
+            adapter = "" if folder.parent == self._folder_of("") else folder.name
+            every = [(one.client, one.at, len(one.answer)) for one in _exchanges(folder, adapter)]
             if every:
                 size = sum(len(line) for line in read_lines(folder))
                 tokens = sum(count for _, _, count in every)
-                found.append(ClientTraffic(every[0][0], len(every), tokens, size, every[0][1], every[-1][1]))
-        return sorted(found, key=lambda one: one.client)
+                found.append(ClientTraffic(every[0][0], len(every), tokens, size, every[0][1], every[-1][1], adapter))
+        return sorted(found, key=lambda one: (one.client, one.adapter))
 
     def delete(self, client: str) -> int:
         """Removes all that is kept of a client. Returns how many exchanges that were. Draft heads that were trained
@@ -202,27 +208,26 @@ class TrafficStore:
         if (self.folder / RUN).is_dir():
             remove_folder(self.folder / RUN)
         name = client_folder(client)
-        segments = self._clients.pop(name, None)
         if self._folder_of(name).is_dir():
             remove_folder(self._folder_of(name))
-        return 0 if segments is None else len(segments)
+        return sum(len(self._kept.pop(one)) for one in [one for one in self._kept if _owner(one) == name])
 
     def sweep(self) -> None:
         """Removes what is older than the limit, or of more than a day ahead: then the clock was wrong."""
         self.load()
         now = self._clock()
-        for segments in self._clients.values():
+        for segments in self._kept.values():
             segments.drop_outside(now - self.limits.seconds, now + _DAY)
 
     def sync(self) -> None:
         """Waits until all that was added is on the disk. A process that is killed loses nothing of it in any case."""
-        for segments in self._clients.values():
+        for segments in self._kept.values():
             segments.sync()
 
     def close(self) -> None:
         """Syncs, and lets another process write."""
         self.sync()
-        self._clients.clear()
+        self._kept.clear()
         self._loaded = False
         if self._lock is not None:
             self._lock.close()
@@ -239,19 +244,30 @@ class TrafficStore:
     def _folder_of(self, name: str) -> Path:
         return self.folder / "clients" / name
 
-    def _folders(self) -> list[Path]:
-        return sorted(path for path in self._folder_of("").glob("[!.]*") if path.is_dir())
+    def _folders(self, adapter: str | None = "") -> list[Path]:
+        """Of an adapter's exchanges, by its digest; None: of all."""
+        own = {"": ("[!.]*",), None: ("[!.]*", "[!.]*/[!.]*")}.get(adapter, (f"[!.]*/{adapter}",))
+        return sorted(path for one in own for path in self._folder_of("").glob(one) if path.is_dir())
 
     def _make_room(self, name: str, size: int) -> bool:
-        """Drops the oldest exchanges of who holds most, counting what is to be added for its client. Returns whether
-        there is room then."""
-        while sum(one.bytes for one in self._clients.values()) + size > self.limits.bytes:
-            held = {other: one.bytes + size * (other == name) for other, one in self._clients.items()}
-            most = max(held, key=lambda other: held[other])
-            if not self._clients[most].bytes:
+        """Drops the oldest exchanges of the client that holds most, of what it has most with, counting what is to be
+        added. Returns whether there is room then."""
+        while sum(one.bytes for one in self._kept.values()) + size > self.limits.bytes:
+            held = {other: one.bytes + size * (other == name) for other, one in self._kept.items()}
+            clients = Counter[str]()
+            for other, count in held.items():
+                clients[_owner(other)] += count
+            ((client, _),) = clients.most_common(1)
+            most = max((other for other in held if _owner(other) == client), key=lambda other: held[other])
+            if not self._kept[most].bytes:
                 return False
-            self._clients[most].drop_oldest()
+            self._kept[most].drop_oldest()
         return True
+
+
+def _owner(name: str) -> str:
+    """Returns the name of the client's folder, of a folder in it or that itself."""
+    return name.partition("/")[0]
 
 
 def _line(exchange: Exchange) -> bytes:
@@ -267,9 +283,9 @@ def _line(exchange: Exchange) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
-def _exchanges(folder: Path) -> Iterator[Exchange]:
+def _exchanges(folder: Path, adapter: str) -> Iterator[Exchange]:
     for line in read_lines(folder):
         try:
-            yield Exchange(**json.loads(line))
+            yield Exchange(**json.loads(line), adapter=adapter)
         except (ValueError, TypeError):  # a line that a crash of the machine left
             continue

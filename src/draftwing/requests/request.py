@@ -117,7 +117,8 @@ class GenerationRequest(NamedTuple):
     arrived: when it was asked for, in monotonic seconds, which all processes of a machine share; None: when an engine
     gets it.  receipt: whether its answer is to come with a receipt (`engine.receipts`).  images: in the order of the
     prompt, whose tokens stand for their positions.  adapters: names of those that answer it, together, each with what
-    its own scale is multiplied with.  adapter_digest: of what that is, once an engine has the request.  slot: number of
+    its own scale is multiplied with.  adapter_digest: of what that is, as a server knows of a single one, and of which
+    draft head of its own there is, once an engine has the request.  slot: number of
     the one of its client that holds its text afterwards, as llama.cpp's `id_slot`; -1: none does.  second: where the
     second text of a pair begins in the prompt, for models that tell the two apart; 0: it is one text.
     """

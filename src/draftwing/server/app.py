@@ -52,7 +52,7 @@ def create_app(
     options = engine.info.options
     keys = read_keys(options)
     learning = None if options.learn is None else Learning.of(engine)
-    collector = None if options.learn is None else Collector.of(options, tokenizer.vocabulary_hash)
+    collector = None if learning is None else Collector.of(options, tokenizer.vocabulary_hash, learning.taught)
     service = Service(engine, tokenizer, collector, learning)
     keyring, allowances = Keyring(keys), Allowances(keys)
     numbers = dict if learning is None else learning.numbers

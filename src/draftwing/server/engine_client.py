@@ -222,12 +222,12 @@ class AsyncEngine:
         """Has the engine be awake. Raises GenerationError where others have taken its memory, or EngineDead."""
         await self._ask("wake_up")
 
-    async def swap_draft(self, folder: Path | None) -> str | None:
+    async def swap_draft(self, folder: Path | None, adapter: str = "") -> str | None:
         """Has the engine draft with the head in this folder, None for the one that it began with, and wakes it up for
-        that. Returns None, or in words why that is refused."""
+        that. Returns None, or in words why that is refused. adapter: as of `Engine.swap_draft`."""
         try:
             await self.wake_up()
-            await self._ask("swap_draft", folder)
+            await self._ask("swap_draft", folder, adapter)
         except EngineDead:
             raise
         except DraftwingError as error:

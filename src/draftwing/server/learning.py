@@ -4,6 +4,7 @@ trains others while nothing else runs."""
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import queue
 import resource
@@ -21,11 +22,13 @@ from draftwing.config.options import Options
 from draftwing.engine.process.link import EngineDead
 from draftwing.errors import ConfigError, DraftwingError
 from draftwing.files import write_json
-from draftwing.learn.history import HeadHistory, HeadRecord
+from draftwing.learn.history import HeadHistory
 from draftwing.learn.idle import COSTS, IdleTraining
-from draftwing.learn.live import LiveAcceptance
 from draftwing.learn.traffic import ANONYMOUS, Exchange, TrafficLimits, TrafficStore
 from draftwing.machine import free_memory
+from draftwing.models.adapters.files import folder_of
+from draftwing.requests.request import GenerationRequest
+from draftwing.server.lesson import Lesson
 from draftwing.server.telemetry.observer import AnswerRecord, Watcher
 
 if TYPE_CHECKING:
@@ -36,23 +39,19 @@ FOLLOW_SECONDS = 1.0  # between looks at which head is to be served
 SILENT_SECONDS = 600.0  # in which the same fault is told once
 MEMORY_SHARE = 0.5  # of the memory that is free when the server is ready, which training may take
 CURVE = 120  # points of the page's
+NEW = "none"  # for `--init-factors`
 _OF_MODEL = ("model", "revision", "tokenizer_path", "chat_template", "device", "dtype", "context_length")
 
 
 class Learning(Watcher):
-    """Follows `DIR/heads/current`. Belongs to the event loop, on which `run` is a task."""
+    """Follows which heads of `DIR/heads` are named: the model's, and those of adapters that are loaded. Belongs to the
+    event loop, on which `run` is a task."""
 
     def __init__(self, engine: AsyncEngine, folder: Path, training: IdleTraining | None = None) -> None:
         self._engine, self._folder, self._training = engine, folder, training
-        self.live = LiveAcceptance()
-        self.swaps = 0
-        self.head: int | None = None  # that drafts, None: the command line's
-        self.draft_model_path = engine.info.options.speculative_draft_model_path  # of that head
         self._history = HeadHistory(folder / "heads")
-        self._link: Any = None  # of the engine that has this head
-        self._on_trial = False  # whether it took the place of the head that it was trained from
-        self._before: int | None = None  # the head whose place it took
-        self._refused: tuple[int | None, ...] = ()  # heads that the engine did not take
+        self.model = Lesson(engine, self._history)
+        self._lessons = {"": self.model}  # by digest of the adapter
         self._stops = 0  # reasons for which no process may start
 
     @classmethod
@@ -74,8 +73,9 @@ class Learning(Watcher):
             self._training.busy()
 
     def finished(self, answer: AnswerRecord) -> None:
-        drafts, steps = (answer.meta.get(name, 0) for name in ("spec_num_correct_drafts", "spec_verify_ct"))
-        self.live.add(time.time(), drafts, steps, answer.request.client)
+        whose = self.taught(answer.request)
+        if whose in self._lessons:
+            self._lessons[whose].finished(answer.meta, answer.request.client)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -87,6 +87,15 @@ class Learning(Watcher):
             yield
         finally:
             self._stops -= 1
+
+    def taught(self, request: GenerationRequest) -> str | None:
+        """Returns whose head can learn from what a request is answered: the digest of an adapter, "": the model's;
+        None: nobody's, for several adapters or a scale, or where heads of adapters have no slots."""
+        if not request.adapters:
+            return ""
+        card = self._engine.adapters.get(request.adapters[0][0])
+        same = card is not None and card.digest == request.adapter_digest  # else it was replaced meanwhile
+        return request.adapter_digest if same and self._engine.info.head_rank else None
 
     # -- as a task ----------------------------------------------------------------------------------------------------
 
@@ -109,98 +118,111 @@ class Learning(Watcher):
                 self._training.close()
 
     async def _look(self) -> None:
+        await self._follow_adapters()
         if self._training is not None:
             await self._train(self._training)
-        current = await asyncio.to_thread(self._history.current)
-        wanted = self.head if current in self._refused else current
-        if (wanted, self._engine.link) != (self.head, self._link):
-            await self._swap(wanted)
-        elif self._on_trial and self.live.fell:
-            logger.warning("learning: fewer drafts are accepted with head %s than before", self.head)
-            await asyncio.to_thread(self._use_before, current)
+        named = await asyncio.to_thread(lambda: {one: self._history.current(one) for one in list(self._lessons)})
+        failed: Exception | None = None
+        for one, current in named.items():
+            try:
+                await self._lessons[one].look(current)
+            except EngineDead:
+                raise
+            except (OSError, DraftwingError) as error:
+                failed = failed or error  # the others go on
+        if failed is not None:
+            raise failed
 
-    def _use_before(self, current: int | None) -> None:
-        """Has the head served in place of `current` that was there before, the command line's where that is gone or not
-        taken any more."""
-        for number in (self._before, None):
-            if number not in self._refused:
-                try:
-                    self._history.use_instead(number, current)
-                    return
-                except ConfigError as error:
-                    logger.warning("learning: %s", error)
-        logger.warning("learning: there is no head to go back to")
-        self._on_trial = False
+    async def _follow_adapters(self) -> None:
+        """Begins the lessons of adapters that were loaded, and ends those of others."""
+        cards = self._engine.adapters.values() if self._engine.info.head_rank else ()
+        served = {card.digest for card in cards}
+        for gone in self._lessons.keys() - served - {""}:
+            lesson, training = self._lessons.pop(gone), self._training
+            if training is not None and training.whose == gone:
+                await asyncio.to_thread(training.drop)
+            await lesson.end()
+        for new in served - self._lessons.keys():
+            self._lessons[new] = Lesson(self._engine, self._history, new)
 
     async def _train(self, training: IdleTraining) -> None:
         if self._engine.active:
             training.busy()
         training.look()
         await asyncio.to_thread(training.tidy)
-        if training.due() and await asyncio.to_thread(training.work_left):
+        if not training.due():
+            return
+        whose = await asyncio.to_thread(training.left)
+        if whose is not None and whose not in self._lessons:
+            await asyncio.to_thread(training.drop)
+            whose = None
+        if whose is None:
+            whose = await asyncio.to_thread(training.next, [*self._lessons])
+        if whose is not None:
             costs = (await self._engine.stats())["chain_seconds"]
             await asyncio.to_thread(write_json, self._folder / COSTS, costs)
-            head = await asyncio.to_thread(self._folder_of, self.head)  # which may read a model's files
-            if not self._stops and not self._engine.active:
-                training.start(head)
+            first = await asyncio.to_thread(self._first, whose)  # which may read a model's files
+            if not self._stops and not self._engine.active and whose in self._lessons:
+                training.start(whose, first)
 
-    def _folder_of(self, number: int | None) -> str:
+    def _first(self, whose: str) -> list[str]:
+        """Returns what a run is to begin with. Raises ConfigError where there is nothing."""
+        words = ["--init-head", self._folder_of_model()]
+        card = next((card for card in self._engine.adapters.values() if whose and card.digest == whose), None)
+        if card is not None:
+            own = self._lessons[whose].folder or folder_of(Path(card.path))
+            given = json.dumps({"name": card.name, "path": card.path})
+            words += ["--adapter", given, "--head-rank", str(self._engine.info.head_rank)]
+            words += ["--init-factors", str(own) if own.is_dir() else NEW]
+        return words
+
+    def _folder_of_model(self) -> str:
         """Raises ConfigError where there is none."""
-        if number is not None:
-            return str(self._history.get(number).folder)
+        if self.model.folder is not None:
+            return str(self.model.folder)
         options = self._engine.info.options
         folder = options.speculative_draft_model_path or _own_layers(options)
         if folder is None:
             raise ConfigError("there is no head on the command line")
         return folder
 
-    async def _swap(self, number: int | None) -> None:
-        link, before = self._engine.link, self.head
-        if number is None and before is None:
-            self._link = link  # it was started with that one
-            return
-        record = None if number is None else self._history.get(number)
-        refused = await self._engine.swap_draft(None if record is None else record.folder)
-        if refused is not None:
-            logger.warning("learning: head %s is not used: %s", number, refused)
-            self._refused = (*self._refused, number)
-            if number == before:  # an engine that was started anew does not take it any more
-                self._is_served(None, link)
-            return
-        self._is_served(record, link)
-        if number != before:  # else it is an engine that was started anew
-            self.swaps, self._refused = self.swaps + 1, ()
-            self.live.swapped(time.time(), number, self._on_trial and self.live.fell)
-            self._on_trial, self._before = record is not None and record.parent == before, before
-        logger.info("learning: drafts come from head %s", "of the command line" if number is None else number)
-
-    def _is_served(self, record: HeadRecord | None, link: Any) -> None:
-        first = self._engine.info.options.speculative_draft_model_path
-        self.head, self.draft_model_path = (None, first) if record is None else (record.number, str(record.folder))
-        self._link = link
-
     # -- for others ---------------------------------------------------------------------------------------------------
+
+    @property
+    def draft_model_path(self) -> str | None:
+        """Returns the folder of the model's head that drafts now: of the command line, or what was swapped in."""
+        first = self._engine.info.options.speculative_draft_model_path
+        return first if self.model.folder is None else str(self.model.folder)
 
     @property
     def training(self) -> bool:
         """Returns whether a head is being trained right now."""
         return self._training is not None and self._training.active
 
+    def _adapters(self) -> dict[str, Lesson]:
+        """Returns the lessons of adapters by their names."""
+        cards = self._engine.adapters.items()
+        return {name: self._lessons[card.digest] for name, card in cards if card.digest in self._lessons}
+
     def numbers(self) -> dict[str, Any]:
         """Returns what metrics show; names of clients only to whoever has a key."""
         public = self._engine.info.options.public_endpoints in ("metrics", "all")
-        clients = {} if public else {"client_length": self.live.by_client()}
-        head = {str(self.head or 0): 1}
-        return {"draft_head": head, "head_swaps": self.swaps, "training": int(self.training), **clients}
+        clients = {} if public else {"client_length": self.model.live.by_client()}
+        own = {(name, str(lesson.head or 0)): 1 for name, lesson in self._adapters().items()}
+        heads = {"draft_head": {str(self.model.head or 0): 1}, **({"adapter_head": own} if own else {})}
+        swaps = sum(lesson.swaps for lesson in self._lessons.values())
+        return {**heads, "head_swaps": swaps, "training": int(self.training), **clients}
 
     def facts(self) -> dict[str, Any]:
         """Returns what the page shows."""
+        live = self.model.live
         return {
-            "head": self.head,
+            "head": self.model.head,
             "training": self.training,
-            "curve": [[point.at, round(point.tokens / point.steps, 3)] for point in self.live.curve(CURVE)],
-            "swaps": [[swap.at, swap.head] for swap in self.live.swaps],
-            "clients": {client: round(length, 3) for client, length in self.live.by_client().items()},
+            "curve": [[point.at, round(point.tokens / point.steps, 3)] for point in live.curve(CURVE)],
+            "swaps": [[swap.at, swap.head] for swap in live.swaps],
+            "clients": {client: round(length, 3) for client, length in live.by_client().items()},
+            "adapters": [[name, lesson.head, lesson.live.newest] for name, lesson in self._adapters().items()],
         }
 
 
@@ -253,13 +275,15 @@ class Deleted(NamedTuple):
 
 
 class Collector(Watcher):
-    """Keeps what requests asked and were answered, unless they opt out (`GenerationRequest.learnable`)."""
+    """Keeps what requests asked and were answered, unless they opt out or have images."""
 
     wants_tokens = True
 
-    def __init__(self, store: TrafficStore, heads: HeadHistory) -> None:
-        """Raises ConfigError where another process writes to the store."""
-        self._store, self._heads = store, heads
+    def __init__(
+        self, store: TrafficStore, heads: HeadHistory, taught: Callable[[GenerationRequest], str | None]
+    ) -> None:
+        """taught: as of `Learning`. Raises ConfigError where another process writes to the store."""
+        self._store, self._heads, self._taught = store, heads, taught
         store.open()
         self._queue: queue.Queue[Exchange | Callable[[], None] | None] = queue.Queue(QUEUED)
         self._put = self._taken = 0  # tokens that came into the queue, and left it
@@ -269,11 +293,11 @@ class Collector(Watcher):
         self._thread.start()
 
     @classmethod
-    def of(cls, options: Options, vocabulary: str) -> Collector:
+    def of(cls, options: Options, vocabulary: str, taught: Callable[[GenerationRequest], str | None]) -> Collector:
         """Opens the folder of `--learn` and says what is kept there. vocabulary: a hash of the tokenizer."""
         folder = Path(options.learn or "").expanduser()
         store = TrafficStore(folder, TrafficLimits(options.learn_size, options.learn_age * 86400), vocabulary)
-        collector = cls(store, HeadHistory(folder / "heads"))
+        collector = cls(store, HeadHistory(folder / "heads"), taught)
         logger.info(
             "learning: token ids of prompts and answers are kept in %s, at most %.0f MiB of the last %g days; "
             'a request with "learn": false is not', folder, options.learn_size / 2**20, options.learn_age,
@@ -281,15 +305,15 @@ class Collector(Watcher):
         return collector
 
     def finished(self, answer: AnswerRecord) -> None:
-        request = answer.request
-        if not request.learnable or answer.reason not in COMPLETE:
+        request, adapter = answer.request, self._taught(answer.request)
+        if not request.learn or request.images or adapter is None or answer.reason not in COMPLETE:
             return
         client = request.client or ANONYMOUS
         if client in self._deleted and answer.arrived <= self._deleted[client]:
             return
         exchange = Exchange(
             time.time(), client, request.cache_salt, request.prompt_ids, answer.token_ids,
-            request.params.temperature,
+            request.params.temperature, adapter,
         )  # fmt: skip
         try:
             if self._put - self._taken > QUEUED_TOKENS:

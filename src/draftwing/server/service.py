@@ -347,9 +347,14 @@ class Service:
                 other = "lora" if body.lora is not None else f"the model {model!r:.200}, an adapter,"
                 raise RequestError(f"lora_path and {other} exclude each other: give one", "lora_path")
         return [
-            request._replace(adapters=((name, 1.0),) if name else default)
-            for request, name in zip(requests, asked, strict=True)
+            request._replace(adapters=one, adapter_digest=self._digest_of(one))
+            for request, one in zip(requests, [((name, 1.0),) if name else default for name in asked], strict=True)
         ]
+
+    def _digest_of(self, adapters: Sequence[tuple[str, float]]) -> str:
+        """Returns the digest of a single adapter that is not scaled; else ""."""
+        name = adapters[0][0] if len(adapters) == 1 and adapters[0][1] == 1 else None
+        return "" if name is None else self.engine.adapters[name].digest
 
     def scales_of(self, asked: Sequence[Any] | None, field: str = "lora") -> dict[str, float] | None:
         """Returns scales by name from llama.cpp's list of {"id", "scale"}, of adapters whose scale is not 0; None:

@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from draftwing.errors import ConfigError
 from draftwing.files import replace_file, write_json
 from draftwing.models.adapters.files import CONFIG, WEIGHTS
 from draftwing.models.adapters.heads import HeadTargets
+from draftwing.models.adapters.peft import read_folder
 from draftwing.models.heads.base import FeatureHead
 
 RATE = 10.0  # times the learning rate of whole weights: a step of factors moves a weight by about a tenth of its own
@@ -26,7 +28,7 @@ class HeadFactors(nn.Module):
     def __init__(self, head: FeatureHead, rank: int, seed: int) -> None:
         """Of the head nothing else is trained from now on. The factors add nothing at first."""
         super().__init__()
-        found = HeadTargets(head)
+        found = self._targets = HeadTargets(head)
         self.names, self.rank = list(found.targets), rank
         self.down, self.up = nn.ParameterList(), nn.ParameterList()
         self._weights: list[Tensor] = []  # of `Linear`s, whole
@@ -63,6 +65,35 @@ class HeadFactors(nn.Module):
         """Writes the weights that the factors make."""
         for (number, rows), down, up in zip(self._rows, self.down, self.up, strict=True):
             self._weights[number][rows] = self._before[number][rows] + up @ down
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Begins with the factors of a folder, and writes the weights that they make; the rest of a higher rank adds
+        nothing yet. Raises CheckpointError, and ConfigError for a higher rank than this."""
+        found = read_folder(folder, self._targets.most_bytes(self.rank))
+        if found.rank > self.rank:
+            raise ConfigError(f"{folder} has factors of rank {found.rank}: expected at most {self.rank} (--head-rank)")
+        self._targets.check(found)
+        for name, down, up in zip(self.names, self.down, self.up, strict=True):
+            if (own := found.factors.get(name)) is not None:
+                rank = len(own.down)
+                down[:rank], up[:, :rank] = own.down.to(down), own.scale * own.up.to(up)
+        self.write()
+
+    @torch.no_grad()
+    def fit(self) -> None:
+        """Takes the factors of this rank that are nearest to what the head's weights are now, in the mean square, and
+        writes the weights that they make."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for (number, rows), down, up in zip(self._rows, self.down, self.up, strict=True):
+                change = self._weights[number][rows] - self._before[number][rows]
+                # Of twice the rank: what was trained and what it began with, each of this one.
+                left, sizes, right = torch.svd_lowrank(change, q=min(2 * self.rank, *change.shape), niter=4)
+                kept = min(self.rank, len(sizes))
+                down.zero_(), up.zero_()
+                down[:kept], up[:, :kept] = right[:, :kept].t(), left[:, :kept] * sizes[:kept]
+        self.write()
 
     def save(self, folder: Path, dtype: torch.dtype, base: str, more: dict[str, Any]) -> None:
         """Writes them as PEFT does an adapter. base: name of the head.  more: keys of the config."""

@@ -120,9 +120,10 @@ class Fit:
         eval_source: FeatureSource,
         config: FitConfig,
         out: Path,
+        begin: Path | None = None,
     ) -> None:
         """target_head_fn: of the target.  out: folder for state.pt, metrics.csv, curves.png and TensorBoard events;
-        a run that is found there goes on.
+        a run that is found there goes on.  begin: folder of factors that a new one begins with.
 
         Raises ConfigError for features that do not fit the head and for no samples, StateError for a state of another
         run.
@@ -131,6 +132,8 @@ class Fit:
         self.source, self.eval_source = source, eval_source
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.factors = HeadFactors(head, config.head_rank, config.seed) if config.head_rank else None
+        if self.factors is not None and begin is not None:
+            self.factors.load(begin)
         self.trained: AnyHead | HeadFactors = head if self.factors is None else self.factors
         self.params = [param for param in self.trained.parameters() if param.requires_grad]
         _check(head, self.params, source, eval_source)

@@ -22,6 +22,7 @@ from draftwing.learn.history import HeadHistory
 
 DATA, GENERATE, CAPTURE, FIT, EVAL, CARD = "data", "generate", "capture", "fit", "eval", "card"
 _DEFAULT = next(name for name, spec in TRAINED.items() if spec is DEFAULT)
+NEW = "none"  # in place of a folder of factors: none, to begin with
 MARKOV_HEADS = ("vanilla", "gated", "rnn")  # as `models.heads.config.MARKOV`
 BLOCK_LOSSES = ("text", "kl", "tv", "lk_hybrid", "d_pace")  # as `train.losses.Kind`
 _OF_BLOCKS = (
@@ -98,6 +99,10 @@ class Settings:
     init_head: tuple[str, ...] = option(
         (), FIT, "head to start from, in place of a fresh one; the mean of several that came from one head"
     )
+    init_factors: str | None = option(
+        None, FIT, "folder of factors that --head-rank begins with, none: new ones (default: none, with --from those "
+        "that are served)", metavar="DIR",
+    )  # fmt: skip
     head_rank: int = option(
         0, FIT, "rank of factors that are trained for the rows of --adapter beside --init-head, which drafts for all "
         "others and stays as it is; 0: a whole head", minimum=0, maximum=256, common=True,
@@ -195,6 +200,11 @@ class Settings:
         return None if self.adapter is None else adapter_paths([self.adapter])[0]
 
     @property
+    def factors(self) -> Path | None:
+        """Returns the folder of factors that training begins with, None: new ones."""
+        return None if self.init_factors in (None, NEW) else Path(str(self.init_factors))
+
+    @property
     def drafter(self) -> DrafterSpec:
         """Returns the drafter that runs the head."""
         return TRAINED[self.algorithm]
@@ -253,8 +263,8 @@ _RULES: tuple[_Rule, ...] = (
     (lambda s: s.held_out == 1, "--held-out: expected less than 1, found 1, which leaves nothing to train on"),
     (lambda s: s.traffic is not None and s.given("prompts", "conversations", "regenerate"),
      "{found}: not with --from, whose general text the model writes itself"),
-    (lambda s: s.adapter and s.traffic is not None,
-     "--adapter: not with --from, for answers of adapters are not kept; give --prompts"),
+    (lambda s: s.adapter and s.traffic is not None and not s.head_rank,
+     "--adapter with --from trains the adapter's own head: expected --head-rank"),
     (lambda s: s.regenerate and not s.conversations, "--regenerate needs --conversations, whose answers it replaces"),
     _only(("aux_layers", "draft_vocab_size"), {name for name in TRAINED if training(name).aux_hidden_states}),
     _only(_OF_BLOCKS, _BLOCKS),
@@ -265,6 +275,7 @@ _RULES: tuple[_Rule, ...] = (
     (lambda s: s.head_rank and (s.adapter is None or len(s.init_head) != 1),
      "--head-rank: expected --adapter, whose rows the factors are for, and one --init-head, beside which they are"),
     (lambda s: s.head_rank and not s.trains, "--head-rank: expected some training, found --epochs 0"),
+    (lambda s: s.init_factors and not s.head_rank, "--init-factors: expected --head-rank"),
     _only(("ffn_size",), TRAINED.keys() - {"MTP"}, ", a layer of the target's own shape"),
     (lambda s: s.init_head and s.given(*_OF_FRESH),
      "{found}: for fresh heads; one of --init-head is as it was made, so leave this out"),
@@ -279,7 +290,7 @@ _RULES: tuple[_Rule, ...] = (
 # What a run keeps for good: of a head that is trained, what may change is the saved state's matter.
 _FIXED = (
     "seed", "regenerate", "max_length", "max_tokens", "answers", "greedy_share", "temperatures", "algorithm", "data",
-    "held_out", "init_head", "traffic", "general_share", "adapter", "head_rank",
+    "held_out", "init_head", "init_factors", "traffic", "general_share", "adapter", "head_rank",
 )  # fmt: skip
 TRAFFIC_FILE = "traffic.json"  # of a run from traffic: up to when, and which head was to be served when it began
 # Engine options that say which model it is; the others may differ from run to run.
@@ -369,6 +380,8 @@ def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) ->
     run = Run(out, Settings(**settings), asked)
     run.settings.check()
     run = dataclasses.replace(run, adapter_digest=_adapter_digest(run))
+    if run.settings.traffic is not None and run.settings.init_factors is None:
+        run = dataclasses.replace(run, settings=dataclasses.replace(run.settings, init_factors=_served_factors(run)))
     Options.from_kwargs(**run.engine_options()).resolve()
     return run
 
@@ -412,6 +425,19 @@ def _served_head(settings: Settings, options: Mapping[str, Any]) -> str:
         raise ConfigError("--from: expected a head to start from: name one as --init-head, or with --algorithm MTP a "
                           "model with prediction layers")  # fmt: skip
     return found
+
+
+def _served_factors(run: Run) -> str | None:
+    """Returns the adapter's own head that is served with a folder of traffic: the one that was learnt from it, else
+    that of the adapter's files, `NEW`: there is none; None without an adapter."""
+    adapter = run.settings.adapter_path
+    if adapter is None or run.adapter_digest is None or run.settings.traffic is None:
+        return None
+    from draftwing.models.adapters.files import folder_of
+
+    history = HeadHistory(Path(run.settings.traffic).expanduser() / "heads")
+    current, own = history.current(run.adapter_digest), folder_of(adapter.path)
+    return str(history.folder / str(current)) if current is not None else str(own) if own.is_dir() else NEW
 
 
 def _begun(out: Path) -> bool:

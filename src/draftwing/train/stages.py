@@ -38,6 +38,7 @@ from draftwing.train.data import Prompt, Skipped, held_out, original
 from draftwing.train.dataset import Dataset, Response, evaluation_sets, read_dataset, read_responses, responses_files
 from draftwing.train.draft_vocabulary import Vocabulary, covered, draft_vocabulary, unused_token
 from draftwing.train.evaluate import Trial, evaluate, summary, write_card
+from draftwing.train.factors import HeadFactors
 from draftwing.train.fit import Fit, FitReport, join_world
 from draftwing.train.fit_config import FitConfig, recipe
 from draftwing.train.forecast import Text, count_text, forecast, longest_text, product_rate
@@ -258,13 +259,12 @@ class Stages:
         head = self._head(target, tokens)
         target_head = heads.TargetHead(target)
         train, watch = self._split(source, tokens, target_head)
-        fit = Fit(head, target_head, train, watch, self._fit_config(), out / "fit")
+        fit = Fit(head, target_head, train, watch, self._fit_config(), out / "fit", settings.factors)
         report = fit.run()
         if not self.rank:
             self._save(head, report)
             if fit.factors is not None:
-                folder, base = out / HEAD, settings.init_head[0]
-                fit.factors.save(folder, self._stored, base, {"draftwing": {"algorithm": settings.algorithm}})
+                folder = self._write_factors(fit.factors, out / HEAD)
                 logger.info("the adapter's own head is in %s: it belongs into the adapter's folder", folder)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
@@ -417,6 +417,11 @@ class Stages:
 
     def _write(self, head: heads.AnyHead, folder: Path) -> Path:
         return save_head(head, folder, self._stored, self.settings.max_file_mb * 1_000_000, self._extra())
+
+    def _write_factors(self, factors: HeadFactors, folder: Path) -> Path:
+        settings = self.settings
+        factors.save(folder, self._stored, settings.init_head[0], {"draftwing": {"algorithm": settings.algorithm}})
+        return folder
 
     def _extra(self) -> dict[str, Any]:
         """Returns keys of the config that say nothing of how a head computes."""

@@ -1,5 +1,6 @@
 """The stages of `draftwing train --from DIR`: those of any run, but for where the data comes from and for the end, in
-which the head is judged by later traffic and becomes one of `DIR/heads`."""
+which the head is judged by later traffic and becomes one of `DIR/heads`. An adapter's own head is judged as a whole one
+is: its factors are added to the model's head, which stays as it is."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ from draftwing.files import load_json, write_json
 from draftwing.learn.history import HeadHistory
 from draftwing.learn.idle import COSTS
 from draftwing.learn.traffic import RUN, TrafficStore
+from draftwing.models.adapters.files import HEAD
 from draftwing.train import heads
 from draftwing.train.data import Skipped, read_prompts
 from draftwing.train.dataset import Dataset
 from draftwing.train.draft_vocabulary import covered, renewed
+from draftwing.train.factors import HeadFactors
 from draftwing.train.fit import STATE_FILE, StateError
 from draftwing.train.fit_config import FitConfig
 from draftwing.train.judge import Comparison, Judgement, Temperatures, draft_along, judge, most_drafts
@@ -52,7 +55,8 @@ KEPT = 16  # heads of a folder: those of large models take a gigabyte each
 
 
 class TrafficStages(Stages):
-    """The stages of a run whose settings have `traffic`. General text lies in `DIR/general`, for later runs, too."""
+    """The stages of a run whose settings have `traffic`. General text lies in `DIR/general`, for later runs, too;
+    answers of an adapter by its digest."""
 
     shard_bytes = 16 << 20  # a machine that learns in idle time may be slow, and is interrupted
 
@@ -60,13 +64,14 @@ class TrafficStages(Stages):
         super().__init__(run)
         assert run.settings.traffic is not None
         self.folder = Path(run.settings.traffic).expanduser().resolve()
+        self.history, self.adapter = HeadHistory(self.folder / "heads"), run.adapter_digest or ""
 
     @cached_property
     def _begin(self) -> dict[str, Any]:
         """When the run began, `until`, and which head was to be `served` then."""
         file = self.run.data / TRAFFIC_FILE
         if not file.exists():
-            return {"until": time.time(), "served": HeadHistory(self.folder / "heads").current()}
+            return {"until": time.time(), "served": self.history.current(self.adapter)}
         return {"served": self._parent, **load_json(file)}
 
     @property
@@ -75,17 +80,24 @@ class TrafficStages(Stages):
         return float(self._begin["until"])
 
     @property
-    def answers(self) -> Path:
+    def prompts(self) -> Path:
+        """Returns the folder of the general prompts."""
         return self.folder / "general"
+
+    @property
+    def answers(self) -> Path:
+        return self.prompts / self.adapter
 
     @cached_property
     def traffic(self) -> Traffic:
         """Reads it. Raises ConfigError where it is too little."""
-        found = choose_traffic(TrafficStore(self.folder).read(until=self._until), self.settings.max_length)
+        kept = TrafficStore(self.folder).read(until=self._until, adapter=self.adapter)
+        found = choose_traffic(kept, self.settings.max_length)
         for reason, count in found.skipped.most_common():
             logger.info("left out: %d exchanges: %s", count, reason)
         if len(found.learnt) < LEAST:
-            raise ConfigError(f"{self.folder} has {len(found.learnt)} exchanges to learn from: expected {LEAST}")
+            whose = " of this adapter, as its files are now," if self.adapter else ""
+            raise ConfigError(f"{self.folder} has {len(found.learnt)} exchanges{whose} to learn from: expected {LEAST}")
         file = self.run.data / TRAFFIC_FILE
         if not file.exists():  # not before it is enough, or a later try would see no more of it
             write_json(file, self._begin)
@@ -101,7 +113,7 @@ class TrafficStages(Stages):
         one writing they are taken in order, so that the answers of earlier runs count."""
         _ = self.traffic
         skipped = Skipped()
-        files = sorted(self.answers.glob("prompts-*.jsonl"))
+        files = sorted(self.prompts.glob("prompts-*.jsonl"))
         judged = general_prompts() if self._wanted else []
         known = {prompt.key for prompt in judged}
         own = [prompt for prompt in read_prompts(files, skipped) if prompt.key not in known] if files else []
@@ -125,7 +137,8 @@ class TrafficStages(Stages):
         if self.tokenizer.chat_template is None:
             logger.warning("without a chat template there is no general text: what is forgotten is not seen")
             return
-        for number in range(len(list(self.answers.glob("prompts-*.jsonl"))), WRITINGS):
+        self.answers.mkdir(parents=True, exist_ok=True)
+        for number in range(len(list(self.prompts.glob("prompts-*.jsonl"))), WRITINGS):
             if self._missing <= 0:
                 break
             try:
@@ -141,8 +154,7 @@ class TrafficStages(Stages):
         from draftwing.engine.engine import Engine
         from draftwing.train.generate import write_prompts
 
-        self.answers.mkdir(parents=True, exist_ok=True)
-        file = self.answers / f"prompts-{number:03d}.jsonl"
+        file = self.prompts / f"prompts-{number:03d}.jsonl"
         with closing(Engine(self.engine_options)) as engine:
             write_prompts(engine, max(PROMPTS, self._missing), file, number)
         self._trim()
@@ -195,6 +207,8 @@ class TrafficStages(Stages):
         return {one.key for one in self.traffic.later} | {prompt.key for prompt in general_prompts()}
 
     def _head(self, target: Any, tokens: Sequence[Tokens]) -> heads.AnyHead:
+        if self.settings.head_rank:
+            return super()._head(target, tokens)
         head = heads.load_mean(self.init_heads, target, self.settings.algorithm, self.settings.max_length)
         if heads.renewable(head):
             assert head.target_ids is not None
@@ -214,7 +228,9 @@ class TrafficStages(Stages):
 
     def _fit_config(self) -> FitConfig:
         found = super()._fit_config()
-        return found if found.lr else dataclasses.replace(found, lr=RATE / self.config.hidden_size)
+        if found.lr or found.head_rank:
+            return found
+        return dataclasses.replace(found, lr=RATE / self.config.hidden_size)
 
     def _extra(self) -> dict[str, Any]:
         """The parent's trees; prediction layers in a `.gguf` file have none."""
@@ -230,14 +246,13 @@ class TrafficStages(Stages):
             raise ConfigError(f"there is no head in {out}/head: run `draftwing train fit --out {out}` first")
         found, folder = self.judge()
         write_json(out / "judge.json", found.report())
-        history = HeadHistory(self.folder / "heads")
-        number = history.add(folder, self._facts(found))
+        number = self.history.add(folder, self._facts(found))
         logger.info("%s", in_words(number, found))
         # Not its parent: a server goes on with another head than the one that is named where it does not fit.
-        if found.taken and not history.use_instead(number, self._begin["served"]):
+        if found.taken and not self.history.use_instead(number, self._begin["served"], self.adapter):
             logger.warning("head %d is not served yet, for another one was named since the run began: "
                            "`draftwing heads use %d` serves it", number, number)  # fmt: skip
-        history.keep(KEPT)
+        self.history.keep(KEPT, self.adapter)
         return []
 
     def judge(self) -> tuple[Judgement, Path]:
@@ -251,24 +266,28 @@ class TrafficStages(Stages):
         drawn = {one.key: one.temperature for one in self.responses()} | self.traffic.temperatures
         temperatures = Temperatures(drawn, target_head)
 
-        def load(folder: Path) -> Any:
-            return heads.load_head(folder, target, self.settings.algorithm)
+        def load(folder: Path | None) -> tuple[Any, HeadFactors | None]:
+            return self._load(folder, target)
 
-        trained, parent = self.run.out / "head", self.init_heads[0]
-        head = load(parent)
+        trained, parent = self.run.out / (HEAD if self.settings.head_rank else "head"), self._parent_folder
+        head, _ = load(parent)
         seconds, max_length = self._seconds[: most_drafts(head)], self.settings.max_length
         depth = len(seconds)
         before, found = draft_along(head, part, depth, max_length, temperatures), None
-        moments = self._moments(load(trained), train, depth)
+        moments = self._moments(load(trained)[0], train, depth)
         for weight in WEIGHTS:
-            head = load(trained)
-            merge(head, load(parent), *moments, weight)
+            head, factors = load(trained)
+            merge(head, load(parent)[0], *moments, weight)
+            if factors is not None:
+                factors.fit()
             after = draft_along(head, part, depth, max_length, temperatures)
             merged = judge(before, after, self.traffic.clients, seconds, self.traffic.domains, self._kept_before)
             if found is not None and not merged.traffic.better:
                 break
             # Beside what was trained, which is judged again where a run is stopped before the history has it.
-            found, folder = merged, self._write(head, self.run.out / "merged")
+            into = self.run.out / "merged"
+            found = merged
+            folder = self._write(head, into) if factors is None else self._write_factors(factors, into)
             forgets = found.forgets(KEEPS)
             if not (forgets or found.harmed) or not found.traffic.better:
                 break
@@ -276,6 +295,19 @@ class TrafficStages(Stages):
             logger.info("with a weight of %g it takes too much from %s. %s", weight, ", ".join(who), _figures(found))
         assert found is not None
         return found, folder
+
+    def _load(self, folder: Path | None, target: Any) -> tuple[Any, HeadFactors | None]:
+        """Returns a whole head, and its factors where it is that of an adapter. folder: of the head or the factors,
+        None: new ones, which add nothing."""
+        rank, algorithm = self.settings.head_rank, self.settings.algorithm
+        if not rank:
+            assert folder is not None
+            return heads.load_head(folder, target, algorithm), None
+        head = heads.load_head(self.init_heads[0], target, algorithm)
+        factors = HeadFactors(head, rank, self.settings.seed)
+        if folder is not None:
+            factors.load(folder)
+        return head, factors
 
     def _moments(self, head: Any, train: Part, depth: int) -> tuple[Moments, Moments]:
         """Of traffic that was learnt and of general text; where there is none, of traffic in its place: then all that
@@ -301,26 +333,34 @@ class TrafficStages(Stages):
         return [1.0] * (carried_shape(self.init_heads[0], kind, tree) or tree).depth
 
     @property
+    def _parent_folder(self) -> Path | None:
+        """Of the head that the run began with; None: of an adapter that had none of its own."""
+        return self.settings.factors if self.settings.head_rank else self.init_heads[0]
+
+    @property
     def _parent(self) -> int | None:
         """The number of the head that the run began with, None for one from elsewhere."""
-        parent = self.init_heads[0].resolve()
-        return int(parent.name) if parent.parent == self.folder / "heads" else None
+        parent = self._parent_folder
+        inside = parent is not None and parent.resolve().parent == self.history.folder
+        return int(parent.name) if parent is not None and inside else None
 
     @property
     def _kept_before(self) -> float:
         """How much of general text the parent has kept of the first head's."""
         parent = self._parent
-        figures = {} if parent is None else HeadHistory(self.folder / "heads").get(parent).figures
+        figures = {} if parent is None else self.history.get(parent).figures
         return float(figures.get("kept", 1.0))
 
     def _facts(self, found: Judgement) -> dict[str, Any]:
         """What `HeadHistory.add` is told of the head."""
         learnt = Counter(self.traffic.clients[one.key] for one in self.traffic.learnt)
+        name = {} if self._adapter is None else {"adapter": self._adapter.name}
         return {
             "parent": self._parent,
             "algorithm": self.settings.algorithm,
-            "data": {"clients": dict(learnt), "until": self._until, **self.used},
+            "data": {"clients": dict(learnt), "until": self._until, **name, **self.used},
             "figures": found.report(),
+            **({"adapter": self.adapter} if self.adapter else {}),
         }
 
 

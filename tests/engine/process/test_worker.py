@@ -64,7 +64,7 @@ class Engine:
     def abort(self, uid: str) -> None:
         self.said.append(f"abort {uid}")
 
-    def swap_draft(self, folder: Path | None) -> None:
+    def swap_draft(self, folder: Path | None, adapter: str = "") -> None:
         assert self.loads.acquire(timeout=20)
         if folder == Path("/heads/another"):
             raise ConfigError("it is of another shape")

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from draftwing.config.adapters import DEFAULT_RANK, AdapterCard
+from draftwing.config.adapters import DEFAULT_HEAD_RANK, DEFAULT_RANK, AdapterCard
 from draftwing.config.options import Options
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.adapters.adapter import Adapter, AdapterSlots
@@ -17,6 +17,10 @@ from draftwing.models.decoder import DecoderModel
 from draftwing.spec.drafter import Drafter
 
 log = logging.getLogger("draftwing")
+NO_HEADS = (
+    "expected a drafter with a head of the model's own kinds (EAGLE, EAGLE3, one prediction layer), and "
+    "--max-lora-head-rank of its rank"
+)
 
 
 def with_rank(options: Options) -> Options:
@@ -31,7 +35,8 @@ def with_rank(options: Options) -> Options:
         options = replace(options, max_lora_rank=max(DEFAULT_RANK, rank))
     if of_heads is None:
         own = [folder for _, path in options.adapters if (folder := folder_of(path)).is_dir()]
-        options = replace(options, max_lora_head_rank=max(map(stored_rank, own), default=0))
+        least = 0 if options.learn is None else DEFAULT_HEAD_RANK
+        options = replace(options, max_lora_head_rank=max(least, *map(stored_rank, own), 0))
     return options
 
 
@@ -71,10 +76,7 @@ def own_head(name: str, path: Path, slots: HeadSlots | None) -> Adapter | None:
     if not folder.exists():
         return None
     if slots is None:
-        log.warning(
-            "the draft head of the adapter %r is not used: expected a drafter with a head of the model's own kinds "
-            "(EAGLE, EAGLE3, one prediction layer), and --max-lora-head-rank of its rank", name,
-        )  # fmt: skip
+        log.warning("the draft head of the adapter %r is not used: %s", name, NO_HEADS)
         return None
     return slots.read(folder)
 

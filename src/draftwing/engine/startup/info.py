@@ -47,6 +47,7 @@ def info_of(
         stored={**stored, "values": stored["values"] or config.matrix_weights, "on_device": device.has_own_memory},
         images=None if target.tower is None else target.tower.config.processor(tokenizer),
         provenance=provenance,
+        head_rank=0 if executor.head_slots is None else executor.head_slots.rank,
         pooling=pooling,
         writes=config.encoder is None and not config.headless,
     )

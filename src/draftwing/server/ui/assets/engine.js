@@ -111,12 +111,13 @@ function pool({ capacity, used, cached, free }) {
 }
 
 /** Of the head that learns: points of some minutes each, and when another one was swapped in. */
-function head({ head: current, training, curve, swaps, clients }) {
+function head({ head: current, training, curve, swaps, clients, adapters }) {
   const name = (one) => (one == null ? "the head of the command line" : `head ${one}`);
   const newest = curve.at(-1)?.[1];
   return [big(number(newest, 2), `tokens per step with ${name(current)}${training ? "; another one is being trained" : ""}`),
     timeline(curve, swaps.map(([at, one]) => [at, name(one)]), "Acceptance length over the last hours"),
     sub(swaps.length ? `Swapped in: ${swaps.map(([at, one]) => `${name(one)} at ${time(at)}`).slice(-4).join(", ")}.` : "No head was swapped in yet."),
+    ...(adapters.length ? [sub(`Adapters' own heads: ${adapters.map(([adapter, one, length]) => `${adapter} ${one == null ? "none learnt" : name(one)}${length ? `, ${number(length, 2)} tokens per step` : ""}`).join("; ")}.`)] : []),
     ...(Object.keys(clients).length ? [sub(`Since then by client: ${Object.entries(clients).map(([client, length]) => `${client} ${number(length, 2)}`).join(", ")}.`)] : [])];
 }
 
