@@ -150,7 +150,9 @@ def test_adapters_that_come_and_go_under_load(tmp_path: Path, drafter: str, rank
     prompts = [[*PROMPTS[i], ends[i]] for i in range(4)]
     more = [{"max_new_tokens": 16, "temperature": float(i % 2), "sampling_seed": i} for i in range(4)]
     params = [SamplingParams(**GREEDY | one) for one in more]
-    kind = {**ENGINE, "dtype": "auto", "lora_dir": str(tmp_path), "max_loras": 2, "max_running_requests": 5}
+    kind = {**ENGINE, "lora_dir": str(tmp_path), "max_loras": 2, "max_running_requests": 5}
+    if ranks == 1:  # whose sums in another order would else move what is rounded to 8 bits
+        kind["dtype"] = "auto"
     alone = []
     with LLM(str(target), **kind, speculative_algorithm="none") as llm:
         for path in every:

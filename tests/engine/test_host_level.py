@@ -369,7 +369,7 @@ def test_conversations_by_turns_on_ranks(model: Path, hybrid: Callable[[str], Pa
     of = model if kind == "llama" else hybrid(kind)
     talks, rng, cached = [tokens(120 + 40 * at, at) for at in range(5)], random.Random(1), 0
     ranks: dict[str, Any] = {"tp_size": size, "max_total_tokens": 700, "hicache_size": 0.003, "device": LaterRanks}
-    with engine_of(of, **ranks) as engine, engine_of(of) as alone:
+    with engine_of(of, dtype="float32", **ranks) as engine, engine_of(of, dtype="float32") as alone:
         for turn in range(12):
             at = rng.randrange(5)
             expected, found = ask(alone, talks[at]), ask(engine, talks[at])

@@ -538,6 +538,7 @@ def test_softplus_of_decays_that_are_all_but_one(triton_ops: TorchOps) -> None:
     torch.testing.assert_close(softplus(x).double(), torch.log1p(x.double().exp()), rtol=5e-6, atol=0)
 
 
+@pytest.mark.further(spec=LARGE[1:])  # whose kernels are those of the others, but for a term
 @pytest.mark.parametrize("spec", LARGE)
 def test_bits_are_those_of_one_chunk(spec: DeltaSpec, triton_ops: TorchOps) -> None:
     """In whichever chunks, trees, chains and parts of trees a token is, alone or with other rows, accepted at once or

@@ -172,6 +172,7 @@ def expected(folder: Path) -> list[Any]:
         return texts(llm)
 
 
+@pytest.mark.exhaustive  # as in tests/engine/test_exact_adapters.py, whose ranks are threads
 @pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_adapters_of_experts(folder: Path, tmp_path: Path, whole: bool) -> None:
     """Of which each rank has its own experts', or a share of each."""
