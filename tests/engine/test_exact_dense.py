@@ -30,7 +30,7 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "minicpm3": ("cpu", "blocks", RANKS),
     "afmoe": ("cpu", "blocks", RANKS),
     "laguna": ("cpu", "blocks", RANKS),
-    "cohere2-moe": ("cpu", "blocks", RANKS),
+    "cohere2-moe": ("cpu", "blocks", RANKS), "olmo": ("cpu", "blocks"), "nanochat": ("cpu", "blocks", RANKS),
     "DeciLM": ("cpu", "blocks"), "Gemma3n": ("cpu", "blocks"), "phimoe": ("cpu", "blocks", RANKS),
     "hunyuan": ("cpu", "blocks", RANKS), "apertus": ("cpu", "blocks", RANKS), "arcee": ("cpu", "blocks"),
     "llama4": ("cpu", "blocks", RANKS), "llama4-plain": ("cpu",),
@@ -61,6 +61,8 @@ MORE: dict[str, dict[str, Any]] = {
     "cohere2-moe": {"tie_word_embeddings": False, "logit_scale": 2.0},
     "cohere2": {"tie_word_embeddings": False, "logit_scale": 2.0},
     "gemma2": {"tie_word_embeddings": False, "final_logit_softcapping": 30.0},
+    "olmo": {"attention_bias": False},
+    "nanochat": {"attention_bias": False, "final_logit_softcapping": 30.0},
     "Gemma3n": {"tie_word_embeddings": False, "vocab_size_per_layer_input": 40, "sliding_window": 6},
 }
 pytestmark = pytest.mark.slow
@@ -100,10 +102,27 @@ def test_the_pool_does_not_choose_the_factors_of_longrope(tmp_path: Path) -> Non
     assert contexts[1] <= 64 < contexts[0] and texts[0] == texts[1]
 
 
-@pytest.mark.further(family=["cohere2", "arcee", "phi", "neox", "ernie4.5-moe", "granite-moe", "ling2"])
+@pytest.mark.further(
+    family=["cohere2", "arcee", "phi", "neox", "ernie4.5-moe", "granite-moe", "ling2", "nanochat", "olmo-defaults"]
+)
 @pytest.mark.parametrize(
     "family",
-    ["hunyuan", "gemma2", "cohere2", "apertus", "arcee", "phi", "neox", "ernie4.5-moe", "granite-moe", "ling2"],
+    [
+        "hunyuan",
+        "gemma2",
+        "cohere2",
+        "apertus",
+        "arcee",
+        "phi",
+        "neox",
+        "ernie4.5-moe",
+        "granite-moe",
+        "ling2",
+        "laguna",
+        "cohere2-moe",
+        "nanochat",
+        "olmo-defaults",
+    ],
 )
 def test_steps_of_weights_in_blocks_are_recorded(tmp_path: Path, family: str) -> None:
     sizes = {"intermediate_size": 32 if family == "granite-moe" else 128}

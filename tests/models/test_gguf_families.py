@@ -27,7 +27,7 @@ from draftwing.models.loader import load_config, load_model
 # By a name of `test_decoder`: the architecture, and whether converters put halves that are turned into pairs.
 IN_FILES = {
     "smollm3-default": ("smollm3", True), "phi3": ("phi3", False), "phi3-longrope": ("phi3", False),
-    "olmo2": ("olmo2", False), "olmo3": ("olmo2", False), "ministral3": ("mistral3", True),
+    "olmo": ("olmo", True), "olmo2": ("olmo2", False), "olmo3": ("olmo2", False), "ministral3": ("mistral3", True),
     "llama4": ("llama4", False), "llama4-plain": ("llama4", False), "phimoe": ("phimoe", False),
     "exaone4": ("exaone4", False), "exaone4-full": ("exaone4", False),
     "glm4": ("glm4", False), "ernie4.5": ("ernie4_5", False), "seed-oss": ("seed_oss", False),
@@ -123,6 +123,8 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any, predicts: bool) -> 
         writer.add_value_length(_head_dim(config))
     if getattr(config, "rms_norm_eps", None) is not None:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    elif config.model_type == "olmo":
+        writer.add_layer_norm_eps(1e-5)
     else:
         named = (getattr(config, f"{key}", None) for key in ("layer_norm_eps", "norm_epsilon", "norm_eps"))
         writer.add_layer_norm_eps(next(eps for eps in named if eps is not None))
@@ -266,6 +268,8 @@ def write(
         writer.add_ssm_group_count(1)
     if sections:
         writer.add_rope_dimension_sections([2, 3, 3, 0])
+    if getattr(config, "clip_qkv", None):
+        writer.add_clamp_kqv(config.clip_qkv)
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)

@@ -243,13 +243,19 @@ def test_layers_that_the_call_does_not_know_go_part_by_part() -> None:
     beside = [replace(layer, own_norm=True) for layer in parallel]
     scaled = [replace(layer, residual_scale=0.5) for layer in CONFIG.layers]
     after = [replace(layer, in_norms=False, out_norms=True) for layer in CONFIG.layers]
-    queries, capped, chunks, later = (
+    queries, capped, chunks, clipped, later = (
         [replace(layer, mixer=replace(layer.mixer, **own)) for layer in CONFIG.layers]  # type: ignore[type-var]
-        for own in ({"scaled_queries": True}, {"cap": 30.0}, {"chunk": 20}, {"qk_norm": True, "norms_after": True})
+        for own in (
+            {"scaled_queries": True},
+            {"cap": 30.0},
+            {"chunk": 20},
+            {"clip": 0.5},
+            {"qk_norm": True, "norms_after": True},
+        )
     )
     index = BlockIndexConfig(2, 32, 16, 2, 4)
     picking = [replace(layer, mixer=replace(layer.mixer, index=index)) for layer in CONFIG.layers]  # type: ignore[type-var]
-    kinds = wide, centred, parallel, beside, scaled, after, queries, capped, chunks, later, picking
+    kinds = wide, centred, parallel, beside, scaled, after, queries, capped, chunks, clipped, later, picking
     for model in (tiny(activation="gelu"), tiny(activation="relu2"), *(tiny(layers=tuple(kind)) for kind in kinds)):
         assert model._whole_layers(()) is None and not any(layer._whole for layer in model.layers)
 

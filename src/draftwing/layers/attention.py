@@ -42,9 +42,10 @@ class AttentionConfig(MixerConfig):
     checkpoint.  fused: whether it has one matrix for queries, keys and values; by_head: in which those of a head
     lie together.  scaled_queries: whether the rotary embedding scales queries by their position, see
     `RopeConfig.query_beta`.  norms_after: whether heads are normed when they are turned, not before.  bare_norms:
-    whether norms of heads have no weights.  index: what picks the blocks of tokens that a query attends to, None:
-    it attends to all.  normed: where `whole_norms` are taken of what is gathered of all ranks, which columns each
-    has of queries, and of keys, and the first of this one.
+    whether norms of heads have no weights.  reversed: whether heads are turned the other way round in a
+    checkpoint.  clip: what queries, keys and values are kept within, 0: nothing.  index: what picks the blocks of
+    tokens that a query attends to, None: it attends to all.  normed: where `whole_norms` are taken of what is
+    gathered of all ranks, which columns each has of queries, and of keys, and the first of this one.
     """
 
     heads: int
@@ -72,6 +73,8 @@ class AttentionConfig(MixerConfig):
     cap: float = 0.0
     norms_after: bool = False
     bare_norms: bool = False
+    reversed: bool = False
+    clip: float = 0.0
     chunk: int = 0
     index: BlockIndexConfig | None = None
     normed: tuple[tuple[Columns, int], ...] = ()
@@ -224,6 +227,8 @@ class AttentionConfig(MixerConfig):
         """Returns in which order the rows of a head lie here, as `ordered` has it."""
         turned = self.rotary or self.head_dim
         half, rest = turned // 2, (self.head_dim - turned) // 2
+        if self.reversed:
+            return [(half, half), (0, half)]
         if self.interleaved:
             first, second = ([(at, 1) for at in range(start, turned, 2)] for start in (0, 1))
             return [*first, (turned, rest), *second, (turned + rest, rest)]
@@ -257,6 +262,8 @@ class Attention(Mixer):
         self.heads, self.kv_heads, self.head_dim = config.shape
         self.reads_others = config.kv_from is not None  # keys and values, and makes none
         self.gated, self._softplus = config.gated, config.softplus
+        self.clip = config.clip
+        assert not self.clip or not self.gated
         self.values_are_keys = config.values_are_keys
         k_rows = self.kv_heads * self.head_dim
         self._kv_rows = k_rows * (0 if self.reads_others else 1 if config.values_are_keys else 2)  # of `qkv`
@@ -346,7 +353,8 @@ class Attention(Mixer):
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
     def _with_values(self, made: Tensor) -> Tensor:
-        """made [M, ..] by `qkv` -> the same with values behind keys, where they are the keys."""
+        """made [M, ..] by `qkv` -> the same within the limit, with values behind keys, where they are the keys."""
+        made = made.clamp(-self.clip, self.clip) if self.clip else made
         if not self.values_are_keys or self.reads_others:
             return made
         return self.ops.concat_columns(made, made[:, -self._kv_rows :])

@@ -45,7 +45,8 @@ class NormConfig:
 
     wide: whether weights are in float32, and what they are multiplied with is not rounded before.  offset: what is
     added to a weight as checkpoints store it.  centred: whether a row's mean is taken from it first, so that they are
-    LayerNorm, which is rounded once; else they are RMS norms.  bias: whether LayerNorm has one.
+    LayerNorm, which is rounded once; else they are RMS norms.  bias: whether LayerNorm has one.  bare: whether
+    they have no weights.
     """
 
     eps: float = 1e-6
@@ -53,6 +54,7 @@ class NormConfig:
     offset: float = 0.0
     centred: bool = False
     bias: bool = False
+    bare: bool = False
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Returns that of the weights in a model in `dtype`, which is what float64 stays in tests."""

@@ -141,7 +141,7 @@ class DecoderLayer(nn.Module):
 
     def weights(self) -> LayerWeights | None:
         """Returns what `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts
-        or no gate, GELU, wide norms, LayerNorm or four norms, capped scores, chunks, a factor of what it adds,
+        or no gate, GELU, wide norms, LayerNorm or four norms, capped scores, limits, chunks, a factor of what it adds,
         something behind its MLP, products that ranks join, or a mixer that is no attention with keys and values of its
         own, no gate and no norms but those of heads of queries and keys."""
         attention, mlp = self.mixer, self.mlp
@@ -154,7 +154,14 @@ class DecoderLayer(nn.Module):
         if not isinstance(attention, Attention) or attention.reads_others or attention.gated or attention.whole_norms:
             return None
         kind = attention.kind
-        if attention.scaled_queries or attention.norms_after or kind.cap or kind.chunk or attention.index is not None:
+        if (
+            attention.scaled_queries
+            or attention.norms_after
+            or attention.clip
+            or kind.cap
+            or kind.chunk
+            or attention.index is not None
+        ):
             return None
         linears = self.linears()
         if any(linear.joins is not None for linear in linears):

@@ -97,8 +97,15 @@ class LayerNorm(RMSNorm):
         return total, self(total)
 
 
+class BareLayerNorm(LayerNorm):
+    """One without weights, as `BareNorm`."""
+
+    unsaid = BareNorm.unsaid
+
+
 def norm_of(config: NormConfig, size: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:
     """Returns the norm of a stream of this size in a model in `dtype`, its weight not filled."""
     if config.centred:
-        return LayerNorm(size, config.eps, config.dtype(dtype), device, config.bias)
-    return RMSNorm(size, config.eps, config.dtype(dtype), device)
+        kind = BareLayerNorm if config.bare else LayerNorm
+        return kind(size, config.eps, config.dtype(dtype), device, config.bias)
+    return (BareNorm if config.bare else RMSNorm)(size, config.eps, config.dtype(dtype), device)

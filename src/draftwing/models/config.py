@@ -49,7 +49,9 @@ class ModelConfig:
     multiplied with when they are loaded, by their names below a layer.  tower: of what reads images, None:
     nothing does.  encoder: what it has in front of its layers and behind them if these see whole texts, None: it is a
     decoder.  ahead: what its prediction layer is, where the family knows that by itself, else empty.  own_rows: how
-    many tokens have embeddings by layer, 0: all.
+    many tokens have embeddings by layer, 0: all.  normed_embeddings: whether the first layer reads them under a norm.
+    stored_rows: of the embedding in checkpoints, of which those of tokens without logits, behind the others, are left
+    out; 0: there are none.
     """
 
     architecture: str
@@ -76,6 +78,8 @@ class ModelConfig:
     encoder: EncoderConfig | None = None
     ahead: tuple[LayerConfig, ...] = ()
     own_rows: int = 0
+    normed_embeddings: bool = False
+    stored_rows: int = 0
 
     @property
     def family(self) -> Family:
@@ -236,7 +240,7 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
     if encoder is not None:
         max_positions = encoder.context
     eps = fields.number(family.eps_key, 0, 1, family.eps)
-    norm = NormConfig(eps, family.wide_norms, family.norm_offset, family.centred, family.norm_bias)
+    norm = NormConfig(eps, family.wide_norms, family.norm_offset, family.centred, family.norm_bias, family.bare_norms)
     rope = replace(rope, dims=attention.rotary)
     if sections:
         rope = replace(rope, sections=sections_of(fields, sections))
@@ -270,10 +274,12 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         nope = () if family.nope is None else family.nope(fields, reach)
         made = layers_like(layer, attention, reach, local_rope is not None, dense, nope)
         local_rope = NOPE if nope else local_rope
+    vocab = fields.whole("vocab_size")
     found = ModelConfig(
         architecture=name,
         hidden_size=hidden,
-        vocab_size=fields.whole("vocab_size"),
+        vocab_size=fields.whole("output_vocab_size", 1, vocab, vocab),
+        stored_rows=vocab if fields.get("output_vocab_size") is not None else 0,
         max_positions=max_positions,
         layers=made[:layers],
         ropes=(rope,) if local_rope is None else (rope, local_rope),
@@ -291,6 +297,7 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         tower=tower,
         encoder=encoder,
         ahead=made[layers:],
+        normed_embeddings=family.normed_embeddings,
         own_rows=fields.whole("vocab_size_per_layer_input", default=0) if made[0].per_layer else 0,
         factors=() if family.factors is None else tuple(family.factors(fields).items()),
     )
@@ -325,6 +332,9 @@ def _attention(fields: Fields, family: Family, hidden: int, turns_parts: bool) -
         qk_norm=fields.flag("use_qk_norm") if family.qk_norm == "key" else bool(family.qk_norm),
         whole_norms=family.qk_norm == "whole",
         norms_after=family.norms_after,
+        bare_norms=family.bare_norms,
+        reversed=family.reversed,
+        clip=fields.number("clip_qkv", 0, 1e6, 0.0) if family.clips else 0.0,
         gated=family.gated,
         gate_rows=family.rows_of_gate(head_dim),
         rotary=rotary_dims(fields, head_dim, family.rotary) if turns_parts else 0,

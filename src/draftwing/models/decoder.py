@@ -70,6 +70,7 @@ class DecoderModel(nn.Module):
             _kind(layer)(layer, at, dtype, device) for layer, at in zip(layers, pool_layer, strict=True)
         )
         self.start = _start(config, dtype, device)
+        self.embed_norm = norm_of(config.norm, config.hidden_size, dtype, device) if config.normed_embeddings else None
         self.norm = _last_norm(config, dtype, device)
         self.encoder = None if config.encoder is None else Encoder(config.encoder, config.hidden_size, dtype, device)
         self.lm_head = self.embed.table if config.tie_embeddings else _vocab_matrix(config, dtype, device, ranks)
@@ -231,10 +232,11 @@ class DecoderModel(nn.Module):
         return x, self._ops.concat_columns(*(streams[i] for i in aux_layers))
 
     def embedded(self, ids: Tensor, images: ImageRows | None = None) -> Tensor:
-        """ids [M] -> [M, hidden]: embeddings, times the factor that the model has for them, or rows of features, which
-        have none."""
+        """ids [M] -> [M, hidden]: embeddings, times the factor or under the norm that the model has for them, or rows
+        of features, which have none."""
         x = self.embed(ids)
         x = x if self.embed_scale == 1 else self._ops.add_scaled(x, None, self.embed_scale)
+        x = x if self.embed_norm is None else self.embed_norm(x)
         if images is not None:
             images.put(x)
         return x

@@ -182,6 +182,10 @@ class Family:
     out_norms: bool = False
     centred: bool = False  # whether norms are LayerNorm
     norm_bias: bool = False  # whether these have biases
+    bare_norms: bool = False  # whether norms of layers have no weights, and those of heads, where these are normed
+    normed_embeddings: bool = False
+    clips: bool = False  # whether it reads `clip_qkv`
+    reversed: bool = False  # as `AttentionConfig` has it
     parallel: bool = False  # whether mixer and MLP are beside each other
     activation: Activation = "silu"
     scaled_embeddings: bool = False  # whether they are multiplied with the root of the hidden size

@@ -71,7 +71,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
     if not turns:
         rope = NOPE
     eps = fields.number(f"attention.layer_norm_{'' if family.centred else 'rms_'}epsilon", 0, 1)
-    norm = NormConfig(eps, family.wide_norms, family.norm_offset, family.centred, family.norm_bias)
+    norm = NormConfig(eps, family.wide_norms, family.norm_offset, family.centred, family.norm_bias, family.bare_norms)
     layer = LayerConfig(
         hidden,
         attention,
@@ -141,6 +141,8 @@ def _attention(file: GGUFFile, fields: Fields, family: Family, hidden: int, head
         qk_norm=_has(file, "attn_q_norm.weight") if family.qk_norm == "key" else bool(family.qk_norm),
         whole_norms=family.qk_norm == "whole",
         norms_after=family.norms_after,
+        bare_norms=family.bare_norms,
+        clip=fields.number("attention.clamp_kqv", 0, 1e6, 0.0) if family.clips else 0.0,
         gated=family.gated,
         gate_rows=family.rows_of_gate(head_dim),
         rotary=rotary,

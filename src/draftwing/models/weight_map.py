@@ -29,7 +29,7 @@ MTP_PREFIXES = MTP_LAYERS, MTP
 OTHER_SENSES = (
     "model.visual.", "model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
     "model.vision_embedder.", "model.multi_modal_projector.", "model.mm_projector.", "model.vision_model.",
-    "model.connector.", "model.mlp1.",
+    "model.connector.", "model.mlp1.", "model.vision_tokenizer.", "model.audio_tokenizer.",
 )  # fmt: skip
 # Of models that number a prediction layer behind their own: what it has below `model.layers.N` besides a layer, and
 # below `model.mtp`, as this package names it.
@@ -49,13 +49,14 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
     which the model is spread."""
     vocab, form = ranks.share(config.vocab_size), config.vocab_format
     final_norm = config.family.final_norm.format(config.num_layers)
-    table = named(form, "model.embed_tokens", "embed.table", 0, vocab.size, Cut(0, vocab))
+    some = ordered(0, [vocab[:2]], config.stored_rows) if config.stored_rows else None
+    table = named(form, "model.embed_tokens", "embed.table", 0, vocab.size, Cut(0, vocab), some)
     if isinstance(config.streams, AltUpConfig):
         around = stored_around(config.streams, config.hidden_size, final_norm)
         table |= entries(config, config.layers[0], around, ranks=ranks)
-    elif config.streams is None:
+    elif config.streams is None and not config.norm.bare:
         table[f"{final_norm}.weight"] = ParamSlice("norm.weight", 0, config.hidden_size, added=config.norm.offset)
-    else:
+    elif config.streams is not None:
         last = stored_streams(config.streams, config.hidden_size, final_norm, "norm", adds=False)
         table |= entries(config, config.layers[0], last, ranks=ranks)
     if config.norm.bias:
@@ -133,6 +134,8 @@ def layer_names(
         parts.append(StoredVector("layer_scalar", "end.scalar", 1))
     if layer.experts is not None and layer.experts.beside:
         norms |= _BESIDE_NORMS
+    if layer.norm.bare:
+        norms.clear()
     parts += (StoredVector(f"{name}.weight", f"{own}.weight", hidden, is_norm=True) for name, own in norms.items())
     if layer.norm.bias:
         parts += (StoredVector(f"{name}.bias", f"{own}.bias", hidden) for name, own in norms.items())

@@ -384,6 +384,9 @@ def _layer_config(target: ModelConfig, ffn_size: int, layers: int = 1, **switche
         logit_scale=1.0,
         tie_embeddings=False,
         head_bias=False,
+        own_rows=0,
+        normed_embeddings=False,
+        stored_rows=0,
         weight_format=DENSE,
     )
 

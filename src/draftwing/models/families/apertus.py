@@ -1,4 +1,5 @@
-"""Apertus: Llama with norms of heads, and MLPs without a gate, whose activation is learned."""
+"""Apertus: Llama with norms of heads, and MLPs without a gate, whose activation is learned; the text of Apertus 1.5,
+whose embedding has tokens of images and sound besides."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.mlp import XIELU
-from draftwing.models.family import Family, InGGUF
+from draftwing.models.family import Family, InGGUF, Whole
 from draftwing.models.fields import Fields
 
 _THETA = 12e6
@@ -37,16 +38,14 @@ def _activations(file: GGUFFile, layers: int) -> Iterator[tuple[str, Tensor]]:
             yield f"model.layers.{i}.mlp.act_fn.{name}", torch.tensor([value] if size else value)
 
 
+_APERTUS: dict[str, Any] = {
+    "qk_norm": True, "eps": 1e-5, "theta": _THETA, "activation": "xielu", "keys": _keys,
+    "neutral": {"qk_norm": (True,), "post_norm": (False,), "mlp_bias": (False,)},
+    "layer_names": {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"},
+}  # fmt: skip
 FAMILIES = {
-    "ApertusForCausalLM": Family(
-        "apertus",
-        qk_norm=True,
-        eps=1e-5,
-        theta=_THETA,
-        activation="xielu",
-        keys=_keys,
-        neutral={"qk_norm": (True,), "post_norm": (False,), "mlp_bias": (False,)},
-        layer_names={"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"},
-        gguf=InGGUF("apertus", more=_activations),
+    "ApertusForCausalLM": Family("apertus", **_APERTUS, gguf=InGGUF("apertus", more=_activations)),
+    "Apertus1p5TextForCausalLM": Family(
+        "apertus1p5_text", **_APERTUS, wholes={"Apertus1p5ForConditionalGeneration": Whole("apertus1p5", {})}
     ),
 }

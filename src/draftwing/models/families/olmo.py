@@ -1,5 +1,6 @@
-"""OLMo 2 and 3: norms behind each part alone, and norms of all queries and of all keys; OLMoE, with experts;
-FlexOlmo, with both; OLMo Hybrid, with delta nets that may turn values round, of which norms stand in front."""
+"""OLMo: LayerNorm without weights; OLMo 2 and 3: norms behind each part alone, and norms of all queries and of all
+keys; OLMoE, with experts; FlexOlmo, with both; OLMo Hybrid, with delta nets that may turn values round, of which norms
+stand in front."""
 
 from __future__ import annotations
 
@@ -90,6 +91,15 @@ FAMILIES = {
             "linear_attn.out_proj": "linear_attn.o_proj",
             "linear_attn.norm": "linear_attn.o_norm",
         },
+    ),
+    "OlmoForCausalLM": Family(
+        "olmo",
+        centred=True,
+        bare_norms=True,
+        eps=1e-5,
+        clips=True,
+        sliding_window=None,
+        gguf=InGGUF("olmo", permuted=True),
     ),
     "Olmo2ForCausalLM": Family("olmo2", **_OLMO, gguf=InGGUF("olmo2")),
     "OlmoeForCausalLM": Family(
