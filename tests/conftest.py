@@ -73,7 +73,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
         if not any(mark.name == "exhaustive" for mark in call.marks)
         and not any(matches(call.params, params) for params in further)
     ]
-    here = [call for call in kept if not call.marks or not any(mark.name == "skipif" for mark in call.marks)]
+    here = [call for call in kept if not any(skips(mark) for mark in call.marks)]
     each = next((mark.args for mark in metafunc.definition.iter_markers("covering")), None)
     if each is None and here and len(here[0]._idlist) > 1 and not may_skip(metafunc):
         each = tuple(name for name in EACH if name in here[0].params)
@@ -85,6 +85,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
         kept = [call for call in kept if not any(mark.name == "exhaustive" for mark in call.marks)]
     if "not exhaustive" in metafunc.config.option.markexpr:
         metafunc._calls[:] = kept or metafunc._calls[:1]
+
+
+def skips(mark: pytest.Mark) -> bool:
+    """Whether a mark says that a case is skipped here."""
+    return mark.name == "skipif" and bool(mark.args and mark.args[0])
 
 
 def may_skip(metafunc: pytest.Metafunc) -> bool:
@@ -133,7 +138,7 @@ def thin_out(items: list[pytest.Item]) -> None:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         name, marks = item.nodeid.partition("[")[0], {mark.name for mark in item.iter_markers()}
-        runs = not any(mark.args and mark.args[0] for mark in item.iter_markers("skipif"))
+        runs = not any(skips(mark) for mark in item.iter_markers())
         if runs and name.startswith(THINNED) and "slow" in marks and not marks & {"exhaustive", "timing", "gpu"}:
             cases.setdefault(name, []).append(item)
     for name, found in cases.items():
