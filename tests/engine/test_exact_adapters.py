@@ -102,6 +102,7 @@ def test_drafts(harness, case, shape, lag):
     assert shape == PLAIN or rig.accept_length > 1.3
 
 
+@pytest.mark.further(harness="cpu", shape=PLAIN)
 @pytest.mark.parametrize("shape", [PLAIN, TREE], ids=["plain", "tree"])
 def test_experts_and_heads_of_latents(harness, grouped, shape):
     """In prefill, decoding and trees, after prefix hits and preemption."""

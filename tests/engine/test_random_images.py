@@ -94,6 +94,7 @@ def test_text_is_that_of_each_alone(folder: Path, seed: int) -> None:
     random_load.check(ONE, model, seed, shown_to(processor), (*DRAFTERS, _reads_text))
 
 
+@pytest.mark.exhaustive  # tests/spec/test_heads_behind_images.py has what heads keep of pictures
 @pytest.mark.slow
 @pytest.mark.further(folder=OTHERS)
 @pytest.mark.further(folder="qwen3.5", kind=["EAGLE", "EAGLE3", "DFLASH"])
