@@ -256,6 +256,18 @@ def softmax_experts(
     return ExpertConfig(count, routing, fields.whole(ffn_key, high=WIDEST), **more)
 
 
+def renamed(parts: Mapping[str, str]) -> Callable[[str, Any], Iterable[tuple[str, Any]]]:
+    """Returns a function as `Family.apart` that changes parts of names alone. parts: what they are here, by what they
+    are in a folder."""
+
+    def apart(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+        for theirs, ours in parts.items():
+            name = name.replace(theirs, ours)
+        return [(name, value)]
+
+    return apart
+
+
 def query_scalar(fields: Fields, key: str, default: float) -> int:
     """Returns the number by whose root scores are divided, of a factor of scores: a whole number in all published
     models. default: of the factor, 0: none. Raises CheckpointError for a factor of which it is not one."""
@@ -343,3 +355,31 @@ def layers_by_attention(
     if not any(attends):
         raise CheckpointError(f"{file.path}: expected a layer with attention, found none")
     return tuple(replace(layer, mixer=layer.mixer if one else other) for one in attends)
+
+
+def first_of(fields: Fields) -> Fields:
+    """Returns the metadata of a GGUF file with numbers of the first layer in place of one for each."""
+    named = {key: fields.get(key) for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length")}
+    own = {key: every[0].item() for key, every in named.items() if isinstance(every, np.ndarray) and len(every)}
+    return fields.overruled(own)
+
+
+def each_of(fields: Fields, key: str, count: int, kinds: str) -> list[Any] | None:
+    """Returns the first `count` values of an array of one of numpy's kinds; None where it is no array."""
+    value = fields.get(key)
+    if not isinstance(value, np.ndarray):
+        return None
+    if value.dtype.kind not in kinds or len(value) < count:
+        raise fields.unlike(key, f"one for each of {count} layers")
+    found: list[Any] = value[:count].tolist()
+    return found
+
+
+def numbers(fields: Fields, key: str, count: int) -> list[int]:
+    """Returns a number for each layer; there may be one for all."""
+    found = each_of(fields, key, count, "iu")
+    if found is None:
+        return [fields.whole(key, 1, WIDEST)] * count
+    if not all(0 < one <= WIDEST for one in found):
+        raise fields.unlike(key, f"numbers from 1 to {WIDEST}")
+    return found

@@ -136,7 +136,7 @@ def _attention(file: GGUFFile, fields: Fields, family: Family, hidden: int, head
         kv_heads=_kv_heads(fields, heads),
         head_dim=head_dim,
         sinks=family.sinks,
-        qkv_bias=_has(file, f"attn_{'qkv' if family.fused_qkv else 'q'}.bias"),
+        qkv_bias=_has(file, "attn_qkv.bias") or _has(file, "attn_q.bias"),
         o_bias=_has(file, "attn_output.bias"),
         qk_norm=_has(file, "attn_q_norm.weight") if family.qk_norm == "key" else bool(family.qk_norm),
         whole_norms=family.qk_norm == "whole",
@@ -148,7 +148,7 @@ def _attention(file: GGUFFile, fields: Fields, family: Family, hidden: int, head
         rotary=rotary,
         # Of text whose positions are of three kinds converters put what is turned together into halves.
         interleaved=family.rope_interleaved and not fields.has("rope.dimension_sections"),
-        fused=bool(family.fused_qkv),
+        fused=bool(family.fused_qkv) and _has(file, "attn_qkv.weight"),  # which some converters take apart
         scalar=query_scalar(fields, "attention.scale", 0.0) if family.multipliers else 0,
         cap=fields.number("attn_logit_softcapping", 0, 1e6, 0.0) if family.score_cap else 0.0,
     )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from draftwing.models.families.deepseek import IN_GGUF, dense_layers, experts
-from draftwing.models.family import ExpertNames, Family, InGGUF
+from draftwing.models.family import ExpertNames, Family, InGGUF, renamed
 from draftwing.models.fields import WIDEST, Fields
-from draftwing.parallel.cut import Stored
 
 # What is called otherwise in other configs.
 _NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts", "attention_bias": "use_qkv_bias"}
@@ -29,10 +27,7 @@ def check_shared(fields: Fields) -> None:
     fields.check("moe_shared_expert_intermediate_size", (width,))
 
 
-def word_embeddings(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
-    return [(name.replace("model.word_embeddings.", "model.embed_tokens."), value)]
-
-
+word_embeddings = renamed({"model.word_embeddings.": "model.embed_tokens."})
 _BAILING: dict[str, Any] = {
     "o_bias": False, "qk_norm": "key", "turns_parts": True, "fused_qkv": True, "keys": _keys, "experts": experts,
     "dense_layers": dense_layers, "apart": word_embeddings,

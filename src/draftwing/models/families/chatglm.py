@@ -3,15 +3,10 @@ Files of both kinds are one architecture in GGUF."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
-from draftwing.gguf_file import GGUFFile
-from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import LayerConfig
 from draftwing.models.families.glm import DENSE
-from draftwing.models.family import Family, InGGUF
+from draftwing.models.family import Family, InGGUF, renamed
 from draftwing.models.fields import WIDEST, Fields, Values
 
 _KEYS = {
@@ -19,8 +14,8 @@ _KEYS = {
     "rms_norm_eps": "layernorm_epsilon", "max_position_embeddings": "seq_length",
 }  # fmt: skip
 _NAMES = {
-    "model.transformer.": "model.", "model.encoder.": "model.", "model.final_layernorm.": "model.norm.",
-    "model.embedding.word_embeddings.": "model.embed_tokens.", "model.output_layer.": "lm_head.",
+    "transformer.encoder.": "", ".rotary_pos_emb.": ".rotary_emb.", "model.final_layernorm.": "model.norm.",
+    "transformer.embedding.word_embeddings.": "embed_tokens.", "model.transformer.output_layer.": "lm_head.",
 }  # fmt: skip
 _NEUTRAL: dict[str, Values] = {  # what others do
     "add_bias_linear": (False,), "apply_residual_connection_post_layernorm": (False,), "rmsnorm": (True,),
@@ -42,24 +37,8 @@ def _keys(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _named(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    if ".rotary_pos_emb." in name:
-        return []
-    for theirs, ours in _NAMES.items():
-        name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
-    return [(name, value)]
-
-
-def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
-    """Returns layers with one matrix of queries, keys and values, or with three, as of checkpoints of transformers."""
-    assert isinstance(layer.mixer, AttentionConfig)
-    fused = "blk.0.attn_qkv.weight" in file.tensors
-    bias = f"blk.0.attn_{'qkv' if fused else 'q'}.bias" in file.tensors
-    return (replace(layer, mixer=replace(layer.mixer, fused=fused, qkv_bias=bias)),) * count
-
-
 _OWN: dict[str, Any] = DENSE | {
-    "eps": 1e-5, "fused_qkv": True, "keys": _keys, "apart": _named, "neutral": _NEUTRAL,
+    "eps": 1e-5, "fused_qkv": True, "keys": _keys, "apart": renamed(_NAMES), "neutral": _NEUTRAL,
     "layer_names": {
         "self_attn.qkv_proj": "self_attention.query_key_value", "self_attn.o_proj": "self_attention.dense",
         "mlp.gate_up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h",
@@ -69,7 +48,7 @@ FAMILIES = {
     "ChatGLMModel": Family(
         "chatglm",
         **_OWN,
-        gguf=InGGUF("chatglm", names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, layers=_in_gguf),
+        gguf=InGGUF("chatglm", names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     ),
     "ChatGLMForConditionalGeneration": Family("chatglm", **_OWN),
 }

@@ -3,11 +3,11 @@ others turn nothing. K-EXAONE: the experts of DeepSeek-V3, and norms before."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from draftwing.models.families.deepseek import IN_GGUF, dense_layers, experts
-from draftwing.models.family import ExpertNames, Family, InGGUF, Whole
+from draftwing.models.family import ExpertNames, Family, InGGUF, Whole, renamed
 from draftwing.models.fields import Fields
 from draftwing.models.positions import FULL, SLIDING
 from draftwing.requests.refusals import show
@@ -44,12 +44,6 @@ def _older_keys(fields: Fields) -> dict[str, Any]:
     return fields.renamed(_OLDER)
 
 
-def _renamed(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    for older, ours in _OLDER_NAMES.items():
-        name = name.replace(older, ours)
-    return [(name, value)]
-
-
 # What is called otherwise in other configs.
 _MOE_NAMES = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
 
@@ -80,7 +74,7 @@ FAMILIES = {
         theta=5e5,
         sliding_window=None,
         keys=_older_keys,
-        apart=_renamed,
+        apart=renamed(_OLDER_NAMES),
         gguf=InGGUF("exaone"),
     ),
     **dict.fromkeys(

@@ -15,8 +15,8 @@ from torch import Tensor
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import AltUpConfig, LayerConfig
-from draftwing.models.families.gemma4 import each_of, first_of, numbers, sources
-from draftwing.models.family import Family, InGGUF, Whole
+from draftwing.models.families.gemma4 import sources
+from draftwing.models.family import Family, InGGUF, Whole, each_of, first_of, numbers
 from draftwing.models.fields import WIDEST, Fields
 from draftwing.models.positions import FULL, SLIDING
 

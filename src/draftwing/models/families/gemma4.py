@@ -6,14 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import ExpertConfig, LayerConfig
 from draftwing.models.families.gemma_images import tower
-from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, Whole
+from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, Whole, each_of, first_of, numbers
 from draftwing.models.fields import WIDEST, Fields, max_experts
 from draftwing.models.positions import FULL, SLIDING
 from draftwing.ops.experts.routing import Routing
@@ -102,16 +100,6 @@ def _per_layer(fields: Fields) -> int:
 _HEADS, _WIDTH = "attention.head_count_kv", "feed_forward_length"  # which may be lists, a number for each layer
 
 
-def first_of(fields: Fields) -> Fields:
-    """Returns the metadata with that of the first layer in place of a number for each."""
-    own = {}
-    for key in (_HEADS, _WIDTH):
-        value = fields.get(key)
-        if isinstance(value, np.ndarray) and len(value):
-            own[key] = value[0].item()
-    return fields.overruled(own)
-
-
 def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     """Returns the layers; layer: one without a window."""
     found = each_of(fields, "attention.sliding_window_pattern", count, "biu")
@@ -134,27 +122,6 @@ def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> 
         own = replace(own, values_are_keys=alike)
         made.append(replace(layer, mixer=own, ffn=widths[i], per_layer=size, scaled=scaled))
     return tuple(made)
-
-
-def each_of(fields: Fields, key: str, count: int, kinds: str) -> list[Any] | None:
-    """Returns the first `count` values of an array of one of numpy's kinds; None where it is no array."""
-    value = fields.get(key)
-    if not isinstance(value, np.ndarray):
-        return None
-    if value.dtype.kind not in kinds or len(value) < count:
-        raise fields.unlike(key, f"one for each of {count} layers")
-    found: list[Any] = value[:count].tolist()
-    return found
-
-
-def numbers(fields: Fields, key: str, count: int) -> list[int]:
-    """Returns a number for each layer; there may be one for all."""
-    found = each_of(fields, key, count, "iu")
-    if found is None:
-        return [fields.whole(key, 1, WIDEST)] * count
-    if not all(0 < one <= WIDEST for one in found):
-        raise fields.unlike(key, f"numbers from 1 to {WIDEST}")
-    return found
 
 
 _SIZES = {

@@ -3,16 +3,14 @@ DeepSeek-V3, and heads that are normed before that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.families.deepseek import IN_GGUF, dense_layers, experts
-from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, softmax_experts
+from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, renamed, softmax_experts
 from draftwing.models.fields import WIDEST, Fields, Values
 from draftwing.models.positions import rope_fields
-from draftwing.parallel.cut import Stored
 
 _PER_LAYER = "moe_topk", "num_experts", "num_shared_expert", "moe_intermediate_size"  # may be lists
 
@@ -74,11 +72,6 @@ def _v3_experts(fields: Fields, layers: int) -> ExpertConfig:
     return found if found.shared else replace(found, shared=fields.whole("intermediate_size", high=WIDEST))
 
 
-def _v3_named(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
-    """Shared experts are called otherwise in adapters than in checkpoints."""
-    return [(name.replace(".mlp.shared_experts.", ".mlp.shared_mlp."), value)]
-
-
 _HUNYUAN: dict[str, Any] = {
     "qk_norm": True, "norms_after": True, "eps": 1e-5,
     "layer_names": {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
@@ -102,7 +95,7 @@ FAMILIES = {
         head_dim=128,
         theta=11158840.0,
         keys=_v3_keys,
-        apart=_v3_named,
+        apart=renamed({".mlp.shared_experts.": ".mlp.shared_mlp."}),  # of adapters
         experts=_v3_experts,
         dense_layers=dense_layers,
         predicts="numbered",

@@ -3,18 +3,15 @@ experts of DeepSeek-V3."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import ExpertConfig, LayerConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.families.deepseek import IN_GGUF, dense_layers, experts
-from draftwing.models.family import ExpertNames, Family, InGGUF
+from draftwing.models.family import ExpertNames, Family, InGGUF, each_of, first_of, numbers, renamed
 from draftwing.models.fields import WIDEST, Fields
 from draftwing.models.positions import FULL, SLIDING, rope
 
@@ -69,12 +66,6 @@ def _experts(fields: Fields, layers: int) -> ExpertConfig:
     return replace(experts(fields, layers), shared=shared)
 
 
-def _named(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """Returns a tensor with its name in published checkpoints, of which libraries write others."""
-    name = name.replace(".mlp.shared_experts.", ".mlp.shared_expert.")
-    return [(name.replace(".mlp.gate.e_score_", ".mlp.experts.e_score_"), value)]
-
-
 def _rows_of_gate(fields: Fields) -> int:
     """Returns how many rows of gates a head has, 0: one for each element. Raises CheckpointError where keys differ, of
     which libraries read one or the other."""
@@ -92,19 +83,18 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
         raise fields.unlike("layer_types", f"{FULL} or {SLIDING} for each of {count} layers")
     window = fields.whole("sliding_window", int(SLIDING in kinds), 2**40, _WINDOW)
     heads = fields.get(_HEADS) or [fields.whole("num_attention_heads", high=WIDEST)] * count
-    windows = [window if kind == SLIDING else 0 for kind in kinds]
-    return _made(fields, _HEADS, layer, heads, windows, _rows_of_gate(fields))
+    known = isinstance(heads, list) and all(type(one) is int and 0 < one <= WIDEST for one in heads)
+    if not known or len(heads) != count:
+        raise fields.unlike(_HEADS, f"a number of heads for each of {count} layers")
+    return _made(fields, layer, heads, [window * (kind == SLIDING) for kind in kinds], _rows_of_gate(fields))
 
 
 def _made(
-    fields: Fields, key: str, layer: LayerConfig, heads: Any, windows: list[int], rows: int
+    fields: Fields, layer: LayerConfig, heads: list[int], windows: list[int], rows: int
 ) -> tuple[LayerConfig, ...]:
-    """heads: under the key, of each layer, or anything else.  windows: of each, 0: none.  rows: of a head's gates."""
+    """heads, windows: of each layer, 0: no window.  rows: of a head's gates, 0: one for each element."""
     attention = layer.mixer
     assert isinstance(attention, AttentionConfig)
-    known = isinstance(heads, list) and all(type(one) is int and 0 < one <= WIDEST for one in heads)
-    if not known or len(heads) != len(windows):
-        raise fields.unlike(key, f"a number of heads for each of {len(windows)} layers")
     attention = replace(attention, softplus=True, gate_rows=rows or attention.head_dim)
     other = replace(attention, rope=1, rotary=_rope_of_windows(fields).dims)
     return tuple(
@@ -113,28 +103,14 @@ def _made(
     )
 
 
-# ---- GGUF files ------------------------------------------------------------------------------------------------------
-
-_COUNT, _PATTERN = "attention.head_count", "attention.sliding_window_pattern"
-
-
-def _metadata(fields: Fields) -> Fields:
-    """Returns the metadata with the heads of the first layer in place of a number for each."""
-    heads = fields.get(_COUNT)
-    return fields.overruled({_COUNT: heads[0].item()} if isinstance(heads, np.ndarray) and len(heads) else {})
-
-
 def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     """Returns the layers: of files with a window and no pattern all have it but every fourth, from the first on."""
-    window, pattern = fields.whole("attention.sliding_window", 0, 2**40, 0), fields.get(_PATTERN)
-    if isinstance(pattern, np.ndarray) and (pattern.dtype.kind not in "biu" or len(pattern) < count):
-        raise fields.unlike(_PATTERN, f"one for each of {count} layers")
-    every = None if isinstance(pattern, np.ndarray) else fields.whole(_PATTERN, 1, default=4)
-    windows = [window * bool(i % every if every else pattern[i]) for i in range(count)]
-    heads, name = np.atleast_1d(fields.get(_COUNT)), "blk.0.attn_gate.weight"
-    heads = np.repeat(heads, count) if len(heads) == 1 else heads[:count]
-    rows = file.tensors[name].shape[0] if name in file.tensors else 0
-    return _made(fields, _COUNT, layer, heads.tolist(), windows, int(rows == heads[0]))
+    window, key = fields.whole("attention.sliding_window", 0, 2**40, 0), "attention.sliding_window_pattern"
+    pattern = each_of(fields, key, count, "biu") or [i % fields.whole(key, default=4) for i in range(count)]
+    heads = numbers(fields, "attention.head_count", count)
+    gates = file.tensors.get("blk.0.attn_gate.weight")
+    rows = int(gates is not None and gates.shape[0] == heads[0])
+    return _made(fields, layer, heads, [window * bool(one) for one in pattern], rows)
 
 
 FAMILIES = {
@@ -153,13 +129,13 @@ FAMILIES = {
         dense_layers=dense_layers,
         expert_names=ExpertNames(correction="mlp.experts.e_score_correction_bias"),
         layer_names={"self_attn.gate_proj": "self_attn.g_proj"},
-        apart=_named,
+        apart=renamed({".mlp.shared_experts.": ".mlp.shared_expert.", ".mlp.gate.e_score_": ".mlp.experts.e_score_"}),
         neutral={"decoder_sparse_step": (1,), "mlp_only_layers": None, "first_k_dense_replace": None},
         gguf=InGGUF(
             "laguna",
             names={"attn_gate": "self_attn.gate_proj"},
             experts=IN_GGUF,
-            fields=_metadata,
+            fields=first_of,
             layers=_in_gguf,
             own_windows=True,
         ),

@@ -3,17 +3,15 @@ before and after each part. Tensors have names of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import LayerConfig
 from draftwing.layers.short_conv import ShortConvConfig
-from draftwing.models.family import ATTENTION, MOST_TAPS, Family, Whole, layers_by_kind
+from draftwing.models.family import ATTENTION, MOST_TAPS, Family, Whole, layers_by_kind, renamed
 from draftwing.models.fields import Fields
 from draftwing.models.positions import SLIDING
-from draftwing.parallel.cut import Stored
 
 _CONV = "conv"
 _ROPES = {
@@ -42,11 +40,6 @@ def _keys(fields: Fields) -> dict[str, Any]:
     return said if fields.get("rope_parameters") is not None else said | {"rope_parameters": _ROPES}
 
 
-def _named(name: str, value: Stored) -> Iterable[tuple[str, Stored]]:
-    """Gates are called otherwise in adapters than in checkpoints."""
-    return [(name.replace(".self_attn.g_proj.", ".self_attn.gate_proj."), value)]
-
-
 FAMILIES = {
     "Lfm3ForCausalLM": Family(
         "lfm3",
@@ -59,7 +52,7 @@ FAMILIES = {
         local_theta=1e4,
         layers=_layers,
         keys=_keys,
-        apart=_named,
+        apart=renamed({".self_attn.g_proj.": ".self_attn.gate_proj."}),  # of adapters
         wholes={"Lfm3VlForConditionalGeneration": Whole("lfm3_vl", {})},
         layer_names={
             "input_layernorm": "operator_norm",

@@ -4,7 +4,6 @@ stand in front."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from draftwing.models.family import (
     Family,
     InGGUF,
     layers_by_kind,
+    renamed,
     softmax_experts,
 )
 from draftwing.models.fields import WIDEST, Fields
@@ -67,12 +67,9 @@ def _turns(fields: Fields) -> bool:
     return said is None or said.get(key) is not None
 
 
-def _named(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """Norms of delta nets' layers are called otherwise in checkpoints than those of the others."""
-    name = name.replace(".attention_layer_norm.", ".input_layernorm.")
-    return [(name.replace(".feedforward_layer_norm.", ".post_attention_layernorm."), value)]
-
-
+_NORMS = {  # of delta nets' layers
+    ".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm.",
+}  # fmt: skip
 FAMILIES = {
     "OlmoHybridForCausalLM": Family(
         "olmo_hybrid",
@@ -80,7 +77,7 @@ FAMILIES = {
         sliding_window=None,
         turns=_turns,
         layers=_hybrid_layers,
-        apart=_named,
+        apart=renamed(_NORMS),
         neutral=dict.fromkeys(
             f"linear_{key}" for key in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")
         ),
