@@ -56,15 +56,14 @@ precompile._compile(pickle.load(sys.stdin.buffer), lambda stage, words: said.app
 smallest = next(launch for launch in launches if launch.name == "_silu_mul_kernel")
 LAUNCHER
 from draftwing.ops.sampling import triton_filters as filters
-for launch in launches:
-    if launch.module == filters.__name__:
-        for function in vars(filters).values():
-            if hasattr(function, "cache_key"):
-                function.hash, function.used_global_vals = None, {}  # as where nothing else was compiled
-        function = getattr(filters, launch.name)
-        function.preload = lambda specialization: None
-        precompile.compile_launch(launch)
-        assert function.cache_key == launch.cache_key, "else the engine would not find it"
+for launch in {one.name: one for one in launches if one.module == filters.__name__}.values():  # one of each kernel
+    for function in vars(filters).values():
+        if hasattr(function, "cache_key"):
+            function.hash, function.used_global_vals = None, {}  # as where nothing else was compiled
+    function = getattr(filters, launch.name)
+    function.preload = lambda specialization: None
+    precompile.compile_launch(launch)
+    assert function.cache_key == launch.cache_key, "else the engine would not find it"
 print(json.dumps(said))
 print(json.dumps([[launch.name, launch.specialization] for launch in launches]))
 """
@@ -265,10 +264,10 @@ import json, pickle, sys
 from draftwing.engine.startup import precompile
 needed = precompile.collect(pickle.load(sys.stdin.buffer))
 experts = [launch.specialization for launch in needed.launches if launch.name == "_expert_gemm_kernel"]
-compiled = [launch for launch in needed.launches if ".suffix" in launch.module]
-for launch in compiled:
+compiled = {launch.name: launch for launch in needed.launches if ".suffix" in launch.module}  # one of each kernel
+for launch in compiled.values():
     precompile.compile_launch(launch)
-kinds, names = [layout.kind for layout in needed.experts], [launch.name for launch in compiled]
+kinds, names = [layout.kind for layout in needed.experts], list(compiled)
 print(json.dumps([kinds, list(map(json.loads, experts)), sorted(needed.heads), names]))
 """
 
