@@ -435,6 +435,7 @@ def test_each_adapter_that_is_loaded_has_its_own_head(
     adapters(engine, again="d1", other="changed")
     looked(learning, 2)
     assert engine.swapped[6:] == ["first of d2"], "its files are others now"
+    assert learning.numbers()["head_swaps"] == 3, "a counter never falls"
     adapters(engine, again="d1", other="d2")
     looked(learning, 2)
     assert engine.swapped[7:] == ["5 of d2"]

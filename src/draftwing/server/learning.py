@@ -52,6 +52,7 @@ class Learning(Watcher):
         self._history = HeadHistory(folder / "heads")
         self.model = Lesson(engine, self._history)
         self._lessons = {"": self.model}  # by digest of the adapter
+        self._swaps = 0  # of lessons that have ended
         self._stops = 0  # reasons for which no process may start
 
     @classmethod
@@ -139,6 +140,7 @@ class Learning(Watcher):
         served = {card.digest for card in cards}
         for gone in self._lessons.keys() - served - {""}:
             lesson, training = self._lessons.pop(gone), self._training
+            self._swaps += lesson.swaps
             if training is not None and training.whose == gone:
                 await asyncio.to_thread(training.drop)
             await lesson.end()
@@ -210,7 +212,7 @@ class Learning(Watcher):
         clients = {} if public else {"client_length": self.model.live.by_client()}
         own = {(name, str(lesson.head or 0)): 1 for name, lesson in self._adapters().items()}
         heads = {"draft_head": {str(self.model.head or 0): 1}, **({"adapter_head": own} if own else {})}
-        swaps = sum(lesson.swaps for lesson in self._lessons.values())
+        swaps = self._swaps + sum(lesson.swaps for lesson in self._lessons.values())
         return {**heads, "head_swaps": swaps, "training": int(self.training), **clients}
 
     def facts(self) -> dict[str, Any]:
