@@ -30,7 +30,12 @@ def scheduler(*running, shape=CHAIN):
     """As much of one as a reporter sees; running: admission numbers."""
     return SimpleNamespace(
         running=[
-            SimpleNamespace(admission=number, request=SimpleNamespace(prediction=()), completion_tokens=100 * number)
+            SimpleNamespace(
+                admission=number,
+                request=SimpleNamespace(prediction=()),
+                completion_tokens=100 * number,
+                tokens=[0] * (900 * number),
+            )
             for number in running
         ],
         waiting=[],
@@ -104,6 +109,17 @@ def test_acceptance_by_output_position():
     stats = reporter.stats()
     assert stats["output_steps"] == {"0": 2, "256": 2, "512": 1}
     assert stats["output_accepted"] == {"0": 4, "256": 2, "512": 0}
+
+
+def test_first_drafts_by_tokens_before_them():
+    """0, 1,800, 2,700 and 5,400 of them; a row without a draft says nothing, nor does a step without."""
+    reporter = Reporter(scheduler(0, 2, 3, 6), credited=credited("NGRAM"))
+    reporter.watch(plan(CHAIN, 0, 2, 3, 6), result(count=[4, 2, 1, 1], proposed=[3, 3, 3, 0]))
+    reporter.watch(plan(CHAIN, 3, 6), result(count=[3, 1], proposed=[2, 1]))
+    reporter.watch(plan(PLAIN, 0, 6), result(count=[1, 1], proposed=[0, 0], depth=0))
+    stats = reporter.stats()
+    assert stats["context_drafts"] == {"0": 1, "1024": 1, "2048": 2, "4096": 1}
+    assert stats["context_first"] == {"0": 1, "1024": 1, "2048": 1, "4096": 0}
 
 
 def test_a_tree_by_depth():

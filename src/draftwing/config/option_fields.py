@@ -403,8 +403,9 @@ class OptionFields:
     )  # fmt: skip
     speculative_draft_window_size: int | None = option(
         None, SPECULATION,
-        "tokens that a head's or a prediction layer's own attention sees, the newest among them; verification sees all "
-        "(default: as the head's config says, mostly all)", minimum=2, maximum=2**31 - 1,
+        "tokens that a head's or a prediction layer's own attention sees, the newest among them, 0: all; verification "
+        "sees all (default: as the head's config says, mostly all, or 1024 where that accepts more in long texts)",
+        minimum=0, maximum=2**31 - 1,
     )  # fmt: skip
     speculative_lm_head_quantization: str = option(
         "auto", SPECULATION,

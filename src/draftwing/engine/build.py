@@ -42,7 +42,15 @@ from draftwing.engine.startup.models import (
     pick_precision,
     token_map,
 )
-from draftwing.engine.startup.warm_up import capture, keeps_bits, lengths_to_try, try_length, try_prompts, warm_up
+from draftwing.engine.startup.warm_up import (
+    capture,
+    capture_some,
+    keeps_bits,
+    lengths_to_try,
+    try_length,
+    try_prompts,
+    warm_up,
+)
 from draftwing.errors import ConfigError
 from draftwing.kv.pool import check_int8
 from draftwing.models.config import ModelConfig
@@ -91,6 +99,17 @@ class Parts:
             self.executor.run_on_all_ranks(try_length, self.lengths.pop(0))
         else:
             self.executor.captures.capture_next()
+
+    def capture_again(self) -> None:
+        """Captures graphs of steps that were dropped. Nothing may run."""
+        if self.executor.graphs.sizes:
+            capture_some(self.executor, self.sched.choice.policy.menu, self.options.enable_torch_compile)
+
+    def see_at_most(self, positions: int | None) -> None:
+        """Keeps the draft head's own attention to so many of a text's last tokens; None: to what it saw at the start.
+        Nothing may run: steps are captured or recorded again."""
+        self.executor.run_on_all_ranks(Executor.see_at_most, positions)
+        self.capture_again()
 
     def measure_costs(self, batches: Sequence[int], seconds: float) -> None:
         """Measures costs for so long, which is more than a start does, for these batch sizes. Nothing may run."""

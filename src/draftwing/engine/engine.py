@@ -30,6 +30,7 @@ from draftwing.engine.answer_checks import AnswerChecks
 from draftwing.engine.build import build
 from draftwing.engine.cached_texts import SavedText
 from draftwing.engine.client_data import ClientData
+from draftwing.engine.draft_reach import watch_reach
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs import CAPTURE_SHARE
 from draftwing.engine.head_fit import watch_head
@@ -105,10 +106,14 @@ class Engine:
             for name, folder in self.options.adapters:
                 self.load_adapter(name, folder)
             self.info = replace(self.info, adapters=tuple(self.adapters))
+            folder = draft_path_of(self.options) or path
             self._head_fit = watch_head(
-                self.options, parts.executor, draft_path_of(self.options) or path, self.reporter.drafters.get,
+                self.options, parts.executor, folder, self.reporter.drafters.get,
                 lambda: [req.tokens for req in parts.sched.running],
             )  # fmt: skip
+            self._draft_reach = watch_reach(
+                self.options, parts.executor, folder, lambda: self.reporter.by_context, self._see_at_most
+            )
             self._saved = SavedPrefixes.opened(self.options, parts, provenance)
             self._sleep = Sleep(parts, self._input, self._loading, self._drained, self._saved)
             self._clients = ClientData(parts, self._checks, memory, self._saved)
@@ -361,6 +366,8 @@ class Engine:
                     self.explainer.rest()
                 if self._head_fit is not None:
                     self._head_fit.rest()
+                if self._draft_reach is not None and not self.is_sleeping:
+                    self._draft_reach.rest()
                 self.parts.sched.kv.check_idle()
                 self.reporter.pause()
             outputs = self._outputs()
@@ -417,14 +424,19 @@ class Engine:
             now = time.monotonic()
             self._next_capture = now + (now - began) / CAPTURE_SHARE
 
-    def _unless_loading(self, capture: Callable[[], None]) -> None:
+    def _see_at_most(self, positions: int | None) -> bool:
+        return self._unless_loading(partial(self.parts.see_at_most, positions))
+
+    def _unless_loading(self, capture: Callable[[], None]) -> bool:
         """Does what may capture graphs, unless a head is being loaded: that waits for the whole device, which ends a
-        capture on it by an error."""
-        if self._loading.acquire(blocking=False):
-            try:
-                capture()
-            finally:
-                self._loading.release()
+        capture on it by an error. Returns whether it was done."""
+        if not self._loading.acquire(blocking=False):
+            return False
+        try:
+            capture()
+        finally:
+            self._loading.release()
+        return True
 
     def close(self) -> None:
         """Lets go of the model and the pool; nothing can be asked of the engine afterwards."""

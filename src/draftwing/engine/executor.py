@@ -34,6 +34,7 @@ from draftwing.kv.host_share import HostShare
 from draftwing.models.adapters.adapter import Adapter, AdapterSlots
 from draftwing.models.adapters.heads import HeadSlots
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.base import FeatureHead
 from draftwing.ops.assign.spec import new_calibration
 from draftwing.ops.attention.attend import AttnBackend
 from draftwing.ops.attention.batch import Mutual
@@ -231,6 +232,19 @@ class Executor:
         """Fills a slot of adapters' own draft heads, which no request that runs has."""
         assert self.head_slots is not None
         self.head_slots.put(slot, head)
+
+    @property
+    def head(self) -> FeatureHead | None:
+        """Returns the head that drafts, the first of two; None where a draft model does, or nobody."""
+        head = getattr(getattr(self.drafter, "model", self.drafter), "head", None)
+        return head if isinstance(head, FeatureHead) else None
+
+    def see_at_most(self, positions: int | None) -> None:
+        """Does as `FeatureHead.see_at_most`, and drops what was captured or recorded."""
+        assert self.head is not None
+        self.head.see_at_most(positions)
+        self.graphs.clear()
+        self.prefills.clear()
 
     def take_head(self, number: int) -> None:
         """Does as `LoadedHeads.take`."""

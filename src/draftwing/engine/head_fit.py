@@ -32,7 +32,7 @@ STEPS = 100  # with drafts of the head, before it is judged
 BUSY = 20  # times as many, after which it is spoken of whatever runs
 FEW = 0.5  # of what should be right, below which a head does not fit
 # Share of first drafts that published heads of a kind have right, of chat, where all are worst: 0.53 to 0.9.
-USUAL = {"eagle": 0.5, "mtp": 0.6}
+_USUAL: dict[type[FeatureHead], float] = {EagleHead: 0.5, MTPHead: 0.6}
 _OTHERS = 0.55
 _ROWS = 64  # of an embedding that are compared
 _BASE = re.compile(r"^base_model:\s*(?:\n\s*-\s*)?[\"']?([^\s\"'\[]+)", re.MULTILINE)
@@ -96,12 +96,10 @@ def watch_head(
 ) -> HeadFit | None:  # fmt: skip
     """Returns what watches the head that an engine drafts with; None where there is none, or it is made up. folder:
     the head's.  counts: of a drafter, by its name."""
-    spec, drafter, target = options.drafter_spec, executor.drafter, executor.model
-    spec, drafter = (spec.parts or (spec,))[0], getattr(drafter, "model", drafter)
-    head = getattr(drafter, "head", None)
-    if not isinstance(head, FeatureHead) or options.dummy or "simulated" in options.label:
+    spec, head, target, ops = options.drafter_spec, executor.head, executor.model, executor.ops
+    spec = (spec.parts or (spec,))[0]
+    if head is None or is_made_up(options):
         return None
-    ops = executor.ops
 
     def cause(text: Sequence[int]) -> str:
         finding = Finding(0.0)
@@ -109,19 +107,23 @@ def watch_head(
             finding = probe(head, target, ops, text)
         return likely_cause(finding, suspicions(head, folder, target, options.model))
 
-    kind = {EagleHead: "eagle", MTPHead: "mtp"}.get(type(head), "")
-    return HeadFit(f"the {spec.name} head in {folder}", expected(folder, kind), lambda: counts(spec.name), texts, cause)
+    name = f"the {spec.name} head in {folder}"
+    return HeadFit(name, expected(folder, head), lambda: counts(spec.name), texts, cause)
 
 
-def expected(folder: Path, kind: str) -> Expected:
-    """Returns what the head's own report (`draftwing train`) says of greedy text, or what its kind usually has. kind:
-    a key of `USUAL`, or anything else."""
+def is_made_up(options: Options) -> bool:
+    """Returns whether acceptance says nothing of a head: weights are random, or what is accepted is simulated."""
+    return options.dummy or "simulated" in options.label
+
+
+def expected(folder: Path, head: FeatureHead) -> Expected:
+    """Returns what the head's own report (`draftwing train`) says of greedy text, or what its kind usually has."""
     try:
         records = load_json(folder / "eval.json")["records"]
         found = [record["positions"][0] for record in records if record["temperature"] == 0]
         return Expected(min(found), "its card")
     except (OSError, ValueError, KeyError, TypeError, IndexError):
-        return Expected(USUAL.get(kind, _OTHERS), "its kind")
+        return Expected(_USUAL.get(type(head), _OTHERS), "its kind")
 
 
 def likely_cause(finding: Finding, suspicions: Sequence[str]) -> str:

@@ -25,7 +25,6 @@ from draftwing.engine.build import Parts
 from draftwing.engine.executor import Executor
 from draftwing.engine.input_queue import InputQueue
 from draftwing.engine.saved_prefixes import SavedPrefixes
-from draftwing.engine.startup.warm_up import capture_some
 from draftwing.errors import GenerationError
 from draftwing.machine import free_memory, give_back
 
@@ -111,7 +110,7 @@ class Sleep:
             except RuntimeError as error:
                 if executor.model.ranks.size > 1:
                     raise
-                self._capture()
+                self._parts.capture_again()
                 raise GenerationError(f"no room to sleep: {str(error).partition(chr(10))[0]}") from None
         self.asleep = True
         give_back()
@@ -127,7 +126,7 @@ class Sleep:
         with self._loading:
             try:
                 executor.run_on_all_ranks(put_back)
-                self._capture()
+                self._parts.capture_again()
             except executor.device.out_of_memory as error:
                 if executor.model.ranks.size > 1:
                     raise
@@ -138,11 +137,6 @@ class Sleep:
                 raise GenerationError(f"others have taken its memory: {lacks}")
             self.asleep = False
         log.info("awake after %.2f s", time.monotonic() - started)
-
-    def _capture(self) -> None:
-        parts = self._parts
-        if parts.executor.graphs.sizes:
-            capture_some(parts.executor, parts.sched.choice.policy.menu, parts.options.enable_torch_compile)
 
 
 def bytes_to_copy(executor: Executor) -> int:

@@ -25,6 +25,7 @@ from draftwing.core import (
     stretch_of,
     stretch_start,
 )
+from draftwing.sched.req import Req
 from draftwing.sched.scheduler import Scheduler
 
 log = logging.getLogger("draftwing")
@@ -207,6 +208,8 @@ class Reporter:
         self.drafted = DraftCounts()  # by whomever
         self.drafters: dict[str, DraftCounts] = {}
         self.by_stretch: dict[int, list[int]] = {}  # of answers (`stretch_of`): steps of rows, accepted drafts
+        # By the stretch of the whole text that a row's newest token is in: drafts of rows, those whose first was right.
+        self.by_context: dict[int, list[int]] = {}
         names = [name for names in credited for name in names]
         # By name: the sources whose nodes count.
         self._credited = {name: [i for i, names in enumerate(credited) if name in names] for name in names}
@@ -249,6 +252,8 @@ class Reporter:
             "drafted": asdict(self.drafted),
             "output_steps": {str(stretch_start(i)): steps for i, (steps, _) in sorted(self.by_stretch.items())},
             "output_accepted": {str(stretch_start(i)): count for i, (_, count) in sorted(self.by_stretch.items())},
+            "context_drafts": {str(stretch_start(i)): drafts for i, (drafts, _) in sorted(self.by_context.items())},
+            "context_first": {str(stretch_start(i)): right for i, (_, right) in sorted(self.by_context.items())},
             "drafters": {name: asdict(counts) for name, counts in list(self.drafters.items())},
             "last": dict(self.last) | ({} if sched.running else {"gen_throughput": 0.0}),
             "plain_seconds": self.plain_seconds,
@@ -321,13 +326,20 @@ class Reporter:
         self.total_rows += len(live)
         self.total_tokens += tokens
         if plan.shape != PLAIN:
-            self._count_drafts(plan, result, live)
+            self._count_drafts(plan, result, live, reqs)
         return tokens / len(live)
 
-    def _count_drafts(self, plan: Plan, result: StepResult, live: Sequence[int]) -> None:
+    def _count_drafts(self, plan: Plan, result: StepResult, live: Sequence[int], reqs: Sequence[Req | None]) -> None:
+        """reqs: of the plan's rows; those of `live` are there."""
         deepest, cells = plan.shape.depth, _cells(result, live)
         accepted = [(depth, source) for i in live for depth, source in enumerate(result.accepted_source[i], 1)]
         rows = [result.proposed_by[i] for i in live]
+        for i, proposed in zip(live, rows, strict=True):
+            req = reqs[i]
+            if req is not None and any(proposed):
+                found = self.by_context.setdefault(stretch_of(len(req.tokens)), [0, 0])
+                found[0] += 1
+                found[1] += bool(result.accepted_source[i])
         self._add(self.drafted, range(len(SOURCES)), cells, accepted, rows, deepest)
         for sums in self._sums():
             sums.proposed += sum(cells.values())

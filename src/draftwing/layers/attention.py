@@ -289,6 +289,7 @@ class Attention(Mixer):
         # In float32: they join scores, which are.
         self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32, device=device)) if config.sinks else None
         self._window, self._chunk, self._scalar, self._cap = config.window, config.chunk, config.scalar, config.cap
+        self._own_window = config.window
         self.scaled_queries, self.norms_after = config.scaled_queries, config.norms_after
         assert not self.norms_after or not (self.whole_norms or self.v_norm or self.reads_others)
         self.index: BlockIndexer | None = None
@@ -304,13 +305,16 @@ class Attention(Mixer):
             self._window, self.sinks, self._scalar, self._cap, reads=self.reads_others, chunk=self._chunk
         )
 
-    def see_at_most(self, positions: int) -> bool:
-        """Lets queries see no further back than so many positions, their own among them; returns whether that can be
-        had."""
-        if self._chunk or self.index is not None or self.reads_others:
-            return False
-        self._window = min(self._window or positions, positions)
-        return True
+    @property
+    def takes_window(self) -> bool:
+        """Returns whether `see_at_most` may be called."""
+        return not (self._chunk or self.index is not None or self.reads_others)
+
+    def see_at_most(self, positions: int | None) -> None:
+        """Lets queries see no further back than so many positions, their own among them; None: than the config says."""
+        assert self.takes_window
+        own = self._own_window
+        self._window = own if positions is None else min(own or positions, positions)
 
     def linears(self) -> list[Linear]:
         return [self.qkv, *([] if self.index is None else self.index.linears()), self.o]

@@ -122,6 +122,16 @@ class DecoderLayer(nn.Module):
         for made in (self._mixer_sum, self._mlp_sum):  # to which adapters add yet
             if made is not None:
                 made.lead_to(None)
+        self._tell_again()
+
+    def see_at_most(self, positions: int | None) -> None:
+        """Does as `Attention.see_at_most`, which the mixer is."""
+        assert isinstance(self.mixer, Attention)
+        self.mixer.see_at_most(positions)
+        self._tell_again()
+
+    def _tell_again(self) -> None:
+        """Tells what runs the layer in one call what `weights` are now."""
         self._whole = None if self._whole is None else whole_layers(self._ops, [self.weights()])
 
     def _in_one_call(self, *given: Any) -> Tensor | None:

@@ -161,8 +161,9 @@ def _packed_head(context: DraftContext, folder: Path | None) -> FeatureHead:
             as_stored=not swaps,
         )  # fmt: skip
     # Of the first head, also for what takes its place.
-    window = options.speculative_draft_window_size or carried_window(context.draft_path)
-    if window is not None:
+    asked = options.speculative_draft_window_size
+    window = carried_window(context.draft_path) if asked is None else asked
+    if window:
         head.see_at_most(window)
         log.info("the draft's own attention sees the last %d tokens", window)
     head.pack(context.ops)

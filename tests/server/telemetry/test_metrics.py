@@ -30,6 +30,7 @@ ENGINE = FakeEngine  # whose server has counted nothing yet
 STATS: dict[str, Any] = {
     "running": 3, "waiting": 2, "free_tokens": 500, "cached_tokens": 300, "accept_length": 2.5,
     "output_steps": {"0": 30, "256": 10}, "output_accepted": {"0": 50, "256": 10}, "verified_rows": 40,
+    "context_drafts": {"0": 20, "2048": 15}, "context_first": {"0": 12, "2048": 3},
     "committed_tokens": 100, "steps": {"prefill": 4, "plain": 5, "speculative": 6},
     "step_seconds": {"prefill": 0.4, "plain": 0.5, "speculative": 0.9}, "host_seconds": 0.125,
     "stage_seconds": {"draft": 0.1, "verify": 0.6, "commit": 0.2}, "staged_steps": 6, "queried_tokens": 80,
@@ -184,6 +185,9 @@ def test_what_the_engine_counts() -> None:
     for start, steps, accepted in (("0", 30, 50), ("256", 10, 10)):
         assert page("draftwing:output_verifications_total", **{"from": start}) == steps
         assert page("draftwing:output_accepted_tokens_total", **{"from": start}) == accepted
+    for start, drafts, right in (("0", 20, 12), ("2048", 15, 3)):
+        assert page("draftwing:context_drafts_total", **{"from": start}) == drafts
+        assert page("draftwing:context_first_accepted_total", **{"from": start}) == right
     assert page("draftwing:steps_total", kind="speculative") == 6
     assert page("draftwing:step_seconds_total", kind="plain") == 0.5
     assert page("draftwing:stage_seconds_total", stage="verify") == 0.6

@@ -171,15 +171,25 @@ class FeatureHead(DraftHead, nn.Module):
         weight = next(part.weight for part in self.modules() if isinstance(part, RMSNorm))  # packing leaves norms
         self.rope.make(positions, self.rope.table.dtype, weight.device)  # norms may be in float32
 
-    def see_at_most(self, positions: int) -> None:
-        """Lets no layer see further back than so many positions, the row's own among them. For a head that is not
-        packed yet. Raises ConfigError for layers whose attention has no windows."""
-        for mixer in (layer.mixer for layer in self.modules() if isinstance(layer, DecoderLayer)):
-            if not isinstance(mixer, Attention) or not mixer.see_at_most(positions):
+    def see_at_most(self, positions: int | None) -> None:
+        """Lets no layer see further back than so many positions, the row's own among them; None: than its config says.
+        Raises ConfigError for layers whose attention has no windows."""
+        for layer in self._layers():
+            if not isinstance(layer.mixer, Attention) or not layer.mixer.takes_window:
                 raise ConfigError(
                     "--speculative-draft-window-size: expected draft layers with plain attention, found "
-                    f"{type(mixer).__name__}"
+                    f"{type(layer.mixer).__name__}"
                 )
+            layer.see_at_most(positions)
+
+    def sees_beyond(self, positions: int) -> bool:
+        """Returns whether a layer sees further back than so many positions, and `see_at_most` can keep it from that."""
+        mixers = [layer.mixer for layer in self._layers()]
+        able = [one for one in mixers if isinstance(one, Attention) and one.takes_window]
+        return len(able) == len(mixers) and any(one.kind.window == 0 or one.kind.window > positions for one in able)
+
+    def _layers(self) -> list[DecoderLayer]:
+        return [layer for layer in self.modules() if isinstance(layer, DecoderLayer)]
 
     def take_adapters(self, weights: Mapping[str, AdapterWeights]) -> None:
         """Lets factors add to products from now on, inside `beside`. weights: of `Linear`s by name. After `pack`."""

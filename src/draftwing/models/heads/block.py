@@ -212,6 +212,7 @@ class BlockHead(FeatureHead):
         super().__init__(config, target, block.aux_layers, dtype)
         device, hidden, eps = torch.device(device), config.hidden_size, config.norm.eps
         self.config_of_block, self.state_dtype = block, dtype
+        self._own_windows = block.windows
         count, size = len(block.aux_layers), target.config.hidden_size
         self.fc = Linear(count * size, hidden, False, dtype, device, config.weight_format)
         self.hidden_norm = RMSNorm(hidden, eps, dtype, device)
@@ -234,10 +235,14 @@ class BlockHead(FeatureHead):
         self.selector = CandidateSelector(config, block, dtype, device) if block.candidates else None
         self.confidence = ConfidenceHead(config, block, dtype, device) if block.confidence else None
 
-    def see_at_most(self, positions: int) -> None:
-        block = self.config_of_block
-        reach = tuple(min(window or positions, positions) for window in block.windows)
-        self.config_of_block = replace(block, windows=reach)
+    def see_at_most(self, positions: int | None) -> None:
+        reach = self._own_windows
+        if positions is not None:
+            reach = tuple(min(window or positions, positions) for window in reach)
+        self.config_of_block = replace(self.config_of_block, windows=reach)
+
+    def sees_beyond(self, positions: int) -> bool:
+        return any(window == 0 or window > positions for window in self.config_of_block.windows)
 
     def draft_only(self, ids: Tensor | None) -> None:
         """Prepares as all heads do. Takes their rows of the target's lm_head where the head has none of its own."""
