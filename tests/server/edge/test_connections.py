@@ -158,6 +158,36 @@ def test_a_connection_whose_turn_is_late_is_not_read_meanwhile() -> None:
     assert taken <= 64 * 2 * 65_536
 
 
+@pytest.mark.parametrize(("connections", "pipelined"), [(1, 1), (9, 1), (40, 3)])
+def test_of_requests_that_come_at_once_one_begins_in_a_turn(connections: int, pipelined: int) -> None:
+    """Whoever is served waits for the work of one of them, not of all; and all of them come, each connection's first
+    ones before the second of any."""
+    turn, begun = 0, list[tuple[int, str]]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append((turn, scope["path"]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def run() -> None:
+        nonlocal turn
+        config, reads, made = uvicorn.Config(app, lifespan="off", ws="none"), ReadScheduler(), []
+        config.load()
+        for _ in range(connections):
+            made.append(LimitedConnection(config=config, server_state=ServerState(), app_state={}, reads=reads))
+            made[-1].connection_made(Sender())
+        for i, connection in enumerate(made):
+            connection.data_received(b"".join(b"GET /%d/%d HTTP/1.1\r\n\r\n" % (n, i) for n in range(pipelined)))
+        for turn in range(2 * connections * pipelined + 4):  # noqa: B007
+            await asyncio.sleep(0)
+        for connection in made:
+            connection.connection_lost(None)
+
+    asyncio.run(run())
+    firsts = [turn for turn, path in begun if path.startswith("/0/")]
+    assert len(begun) == connections * pipelined and len(set(firsts)) == connections
+
+
 UPGRADES = [
     ["connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__"],  # Java's client
     ["upgrade: websocket", "connection: keep-alive, upgrade", "sec-websocket-key: eA=="],

@@ -76,8 +76,9 @@ class Flow(FlowControl):
 
 
 class ReadScheduler:
-    """Reads what all connections of a server send: for `TURN_SECONDS` in one turn of the event loop, the rest in the
-    next ones, a piece of each connection in turn. So whoever is served is never behind many who send much."""
+    """Reads what all connections of a server send: for `TURN_SECONDS` in one turn of the event loop, and at most one
+    request, whose work comes in the next turn; the rest in the next ones, a piece of each connection in turn. So who
+    is served is never behind many who send much, nor behind many requests that come at once."""
 
     def __init__(self) -> None:
         self.refusals = Throttle(A_SECOND, NO_DEFERRAL, MAX_SECONDS, time.monotonic)
@@ -94,6 +95,10 @@ class ReadScheduler:
             self._go_on()  # mostly nobody waits
         elif len(self._waiting) == 1:
             self._go_on()
+
+    def begun(self) -> None:
+        """Is told that a request has begun: nothing more is read in this turn."""
+        self._left = 0.0
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         self._left, self._next = TURN_SECONDS, None
@@ -219,6 +224,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not before:
             self._cycles.append(self.cycle)
+            self._reads.begun()
             send_plainly(self.cycle)  # before its task runs
         self._in_body = True
         size = dict(self.headers).get(b"content-length", b"")
