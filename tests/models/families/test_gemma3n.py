@@ -108,6 +108,18 @@ def test_chunks_tokens_and_trees_equal_transformers(tmp_path: Path, native: bool
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+@pytest.mark.usefixtures("mended_interpreter")
+def test_the_kernels_of_a_gpu_equal_transformers(tmp_path: Path) -> None:
+    ops_of = pytest.importorskip("draftwing.ops.triton.ops")
+    theirs = reference()
+    theirs.save_pretrained(tmp_path)
+    model, ops = load_model(tmp_path, torch.float32, "cpu"), ops_of.TritonOps(CPU)
+    model.pack(ops)
+    check_steps(theirs, Pooled(model, ops))
+
+
+@pytest.mark.slow
 @torch.inference_mode()
 def test_a_quantised_file_is_near(tmp_path: Path) -> None:
     theirs, ids = reference(), tokens(40) % 90

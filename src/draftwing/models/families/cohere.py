@@ -7,18 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from draftwing.layers.config import ExpertConfig
-from draftwing.models.families.deepseek import dense_layers
-from draftwing.models.family import (
-    SIGMOID,
-    UNSAID,
-    ExpertMetadata,
-    ExpertNames,
-    Family,
-    InGGUF,
-    Whole,
-    unscaled,
-    without_window,
-)
+from draftwing.models.families.deepseek import IN_GGUF, dense_layers
+from draftwing.models.family import ExpertNames, Family, InGGUF, Whole, unscaled, without_window
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, max_experts
 from draftwing.models.positions import FULL, SLIDING
 from draftwing.ops.experts.routing import Routing
@@ -102,6 +92,10 @@ _COHERE: dict[str, Any] = {
         **dict.fromkeys(("layer_switch", "use_parallel_embedding", "use_embedding_sharing")),
     },
 }  # fmt: skip
+_IN_GGUF = IN_GGUF._replace(
+    neutral={"expert_shared_count": (0,)}, renormalised=False, shared=False,
+    more={"wide_router": True, "uncorrected": True},
+)  # fmt: skip
 FAMILIES = {
     "Cohere2MoeForCausalLM": Family(
         "cohere2_moe",
@@ -118,14 +112,7 @@ FAMILIES = {
         gguf=InGGUF(
             "cohere2moe",
             fields=_metadata,
-            experts=ExpertMetadata(
-                (UNSAID, SIGMOID),
-                {"expert_shared_count": (0,)},
-                sigmoid=True,
-                grouped=True,
-                renormalised=False,
-                more={"wide_router": True, "uncorrected": True},
-            ),
+            experts=_IN_GGUF,
         ),
     ),
     "Cohere2ForCausalLM": Family(

@@ -83,6 +83,13 @@ def _made(
 # ---- GGUF files ------------------------------------------------------------------------------------------------------
 
 _SCALES = "activation_sparsity_scale"
+_NAMES = {
+    "altup_correct_coef": "altup.correction_coefs", "altup_correct_scale": "altup.correct_output_scale",
+    "altup_predict_coef": "altup.prediction_coefs", "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm", "laurel_l": "laurel.linear_left", "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm", "post_norm": "post_per_layer_input_norm",
+    "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+}  # fmt: skip
 _TENSORS = {"altup_proj": "altup_projections", "altup_unembd_proj": "altup_unembed_projections"}
 
 
@@ -136,19 +143,7 @@ FAMILIES = {
         wholes={"Gemma3nForConditionalGeneration": Whole("gemma3n", _SIZES)},
         gguf=InGGUF(
             "gemma3n",
-            names={
-                "altup_correct_coef": "altup.correction_coefs",
-                "altup_correct_scale": "altup.correct_output_scale",
-                "altup_predict_coef": "altup.prediction_coefs",
-                "altup_router": "altup.modality_router",
-                "altup_router_norm": "altup.router_norm",
-                "laurel_l": "laurel.linear_left",
-                "laurel_r": "laurel.linear_right",
-                "laurel_post_norm": "laurel.post_laurel_norm",
-                "post_norm": "post_per_layer_input_norm",
-                "inp_gate": "per_layer_input_gate",
-                "proj": "per_layer_projection",
-            },
+            names=_NAMES,
             fields=first_of,
             layers=_in_gguf,
             own_windows=True,
