@@ -18,7 +18,7 @@ ACCEPTED = [0, 2, 5]  # of the tree
 Make = Callable[..., Tensor]  # of a shape, in the model's dtype
 Prompts = tuple[tuple[tuple[int, int], tuple[tuple[int, int], ...]], ...]  # lengths of chunks, and what is saved
 PROMPTS: Prompts = ((3, 70), ()), ((80, 2), ((1, 5), (66, 6)))  # more than 64 tokens, which a CPU makes ready at once
-SHORT: Prompts = ((3, 14), ()), ((20, 2), ((1, 5), (12, 6)))  # for kernels that go token by token
+SHORT: Prompts = ((3, 9), ()), ((12, 2), ((1, 5), (8, 6)))  # for kernels that go token by token
 
 
 class DeltaSteps:
