@@ -22,6 +22,7 @@ MANY = 1000  # tests behind which the slowest are printed
 THINNED = ("tests/engine", "tests/spec", "tests/train")  # of ops, planted faults in Triton would get through
 # Files that take some seconds of a processor, the longest first.
 LONGEST = (
+    "tests/engine/test_adapter_heads.py",
     "tests/ops/test_delta_net.py", "tests/ops/test_triton_compiled.py", "tests/server/router/test_processes.py",
     "tests/test_beside.py", "tests/cli/test_main.py", "tests/engine/startup/test_precompile.py",
     "tests/train/test_command.py", "tests/server/test_adapters.py", "tests/engine/test_images.py",

@@ -120,6 +120,7 @@ def none_is_on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OwnHeads, "next", lambda self, key: True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["EAGLE3", "EAGLE", "NEXTN"])
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
 def test_its_rows_draft_as_with_the_merged_head_and_others_as_before(tmp_path: Path, kind: str, dtype: str) -> None:
@@ -265,6 +266,7 @@ def test_steps_with_heads_of_adapters_are_recorded_on_a_cpu(harness: Any, monkey
     assert found[0] == found[1]
 
 
+@pytest.mark.exhaustive  # as the next one, whose ranks are threads
 @pytest.mark.slow
 def test_on_two_ranks(tmp_path: Path) -> None:
     bench = make_bench("EAGLE3", tmp_path)
@@ -407,7 +409,7 @@ def test_a_head_that_is_learnt_is_swapped_in_while_requests_run(bench: Bench, tm
         llm.engine.swap_draft(heads[0], digest)
 
 
-@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("slots", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_names_of_one_adapter_have_each_its_own_head(bench: Bench, tmp_path: Path, slots: int) -> None:
     """Whichever was loaded last, and with one slot for all of them."""
     folders = {name: tmp_path / name for name in ("good", "bad", "none")}
