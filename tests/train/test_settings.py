@@ -110,6 +110,7 @@ def test_an_adapters_run_begins_with_the_factors_that_are_served(tmp_path: Path)
         return open_run(tmp_path / name, {**asked, **more}, {}).settings.init_factors
 
     assert begins("new") == "none"
+    assert open_run(tmp_path / "few", asked, {}).settings.batch_tokens == 768
     shutil.copytree(made, adapter / "draft_head")
     assert begins("own files") == str(adapter / "draft_head")
     run = open_run(tmp_path / "out", asked, {})

@@ -302,6 +302,8 @@ _OF_TRAFFIC: dict[str, Any] = {
     "max_tokens": 160,
 }  # fmt: skip
 _OF_CHAINS: dict[str, Any] = {"ttt_steps": 4}
+# Factors begin with nothing: they take more and smaller steps than a head that is good already.
+_OF_FACTORS: dict[str, Any] = {"batch_tokens": 768, "optimizer": "adamw"}
 
 
 @dataclass(frozen=True)
@@ -374,7 +376,7 @@ def open_run(out: Path, given: Mapping[str, Any], options: Mapping[str, Any]) ->
     settings, asked = {**settings, **given}, {**asked, **options}
     if settings.get("traffic") is not None:
         own = {} if Settings(**settings).training.block else _OF_CHAINS
-        settings = _OF_TRAFFIC | own | settings
+        settings = _OF_TRAFFIC | own | (_OF_FACTORS if settings.get("head_rank") else {}) | settings
         if not settings.get("init_head"):
             settings["init_head"] = (_served_head(Settings(**settings), asked),)
     run = Run(out, Settings(**settings), asked)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -50,6 +51,8 @@ RATE = 0.9
 # Weights of traffic in merging what was trained with the parent, tried in turn until general text keeps so much of its
 # tokens per second, and no client loses more than it may.
 WEIGHTS, KEEPS = (4.0, 1.0, 0.25), 0.98
+# Of an adapter, whose text the parent mostly knows little of, first all that was trained.
+OF_FACTORS = (math.inf, *WEIGHTS)
 TEXTS = 100  # about as many of traffic and of general text show what inputs are like
 KEPT = 16  # heads of a folder: those of large models take a gigabyte each
 
@@ -274,12 +277,14 @@ class TrafficStages(Stages):
         seconds, max_length = self._seconds[: most_drafts(head)], self.settings.max_length
         depth = len(seconds)
         before, found = draft_along(head, part, depth, max_length, temperatures), None
-        moments = self._moments(load(trained)[0], train, depth)
-        for weight in WEIGHTS:
+        moments: tuple[Moments, Moments] | None = None
+        for weight in OF_FACTORS if self.settings.head_rank else WEIGHTS:
             head, factors = load(trained)
-            merge(head, load(parent)[0], *moments, weight)
-            if factors is not None:
-                factors.fit()
+            if weight < math.inf:
+                moments = moments or self._moments(load(trained)[0], train, depth)
+                merge(head, load(parent)[0], *moments, weight)
+                if factors is not None:
+                    factors.fit()
             after = draft_along(head, part, depth, max_length, temperatures)
             merged = judge(before, after, self.traffic.clients, seconds, self.traffic.domains, self._kept_before)
             if found is not None and not merged.traffic.better:
