@@ -81,6 +81,19 @@ async def test_the_list_is_what_the_engine_has(seed: int) -> None:
     await bridge.stop()
 
 
+@pytest.mark.parametrize("folder", [None, Path("/head")])
+@pytest.mark.parametrize(("adapter", "asleep"), [("digest", True), ("", False)])
+async def test_a_head_that_an_adapter_has_learnt_wakes_nobody(folder: Path | None, adapter: str, asleep: bool) -> None:
+    """An adapter's is taken with its next request; the model's is copied at once."""
+    engine = Adapting()
+    bridge = local(engine)
+    bridge.start()
+    await bridge.sleep()
+    assert engine.sleeping and await bridge.swap_draft(folder, adapter) is None
+    assert engine.sleeping is asleep
+    await bridge.stop()
+
+
 def names(url: str) -> set[str]:
     return {model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]} - {"echo"}
 

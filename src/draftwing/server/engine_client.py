@@ -224,9 +224,11 @@ class AsyncEngine:
 
     async def swap_draft(self, folder: Path | None, adapter: str = "") -> str | None:
         """Has the engine draft with the head in this folder, None for the one that it began with, and wakes it up for
-        that. Returns None, or in words why that is refused. adapter: as of `Engine.swap_draft`."""
+        that, but not for an adapter's. Returns None, or in words why that is refused. adapter: as of
+        `Engine.swap_draft`."""
         try:
-            await self.wake_up()
+            if not adapter:
+                await self.wake_up()
             await self._ask("swap_draft", folder, adapter)
         except EngineDead:
             raise
