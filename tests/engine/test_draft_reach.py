@@ -89,6 +89,37 @@ def test_what_cannot_be_done_now_is_done_later() -> None:
     assert server.asked == [WINDOW, None]
 
 
+@pytest.mark.parametrize(
+    ("short", "whole", "kept", "asked"),
+    [(0.7, 0.65, 0.66, [WINDOW, None]), (0.7, 0.5, 0.65, [WINDOW, None, WINDOW]), (0.6, 0.3, 0.3, [WINDOW, None] * 2)],
+)
+def test_a_head_that_is_swapped_in_is_judged_by_its_own_drafts(
+    short: float, whole: float, kept: float, asked: list[int | None]
+) -> None:
+    """short, whole, kept: of the second head. The first is right in few drafts of long texts, whatever it sees."""
+    server = Server(0.7, 0.1, 0.1, usual=0.7)
+    server.answer(ENOUGH, ENOUGH)
+    server.answer(0, ENOUGH // 2)
+    assert server.asked == [WINDOW]
+    server.reach.judge_anew()
+    server.whole, server.kept = whole, kept
+    server.shares = {NEAR: short, FAR: kept}
+    for _ in range(20):
+        server.answer(ENOUGH // 4, ENOUGH // 4)
+    assert server.asked == asked and server.reach.window == asked[-1]
+
+
+def test_what_was_decided_stays_when_the_head_is_swapped() -> None:
+    server = Server(0.7, 0.3, 0.6, usual=0.7)
+    for _ in range(3):
+        server.answer(ENOUGH, ENOUGH)
+    server.reach.judge_anew()
+    server.shares[FAR] = 0.1
+    for _ in range(3):
+        server.answer(ENOUGH, ENOUGH)
+    assert server.asked == [WINDOW] and server.reach.window == WINDOW
+
+
 def without_window(kind: str, folder: Path) -> Path:
     """A copy of a head of the default model that sees all."""
     shutil.copytree(HEADS / "smollm2" / kind, folder)

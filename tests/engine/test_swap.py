@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from reference.exact_heads import disturbed, exact_domino, exact_dspark, exact_e
 from tiny_checkpoint import write_tokenizer
 
 from draftwing.config.options import Options
-from draftwing.engine.engine import Engine
+from draftwing.engine import draft_reach
+from draftwing.engine.engine import IDLE_SECONDS, Engine
+from draftwing.engine.executor import Executor
 from draftwing.engine.startup import warm_up
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.requests.request import GenerationRequest
@@ -120,6 +123,57 @@ def test_drafts_are_those_of_the_other_head(heads: Heads, dtype: str, algorithm:
             engine.swap_draft(other)
             found = run(engine, heads.prompts)
             assert algorithm != "EAGLE3" or found == expected[other or heads.good]
+
+
+class Windows:
+    """Remembers to what a head is kept by trials (`engine.draft_reach`), and how many outputs had come then. Trials are
+    of few drafts and all texts, begin whatever is right, and end as better."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.asked, self.outputs, see = list[tuple[int | None, int]](), 0, Executor.see_at_most
+
+        def noted(executor: Executor, positions: int | None) -> None:
+            self.asked.append((positions, self.outputs))
+            see(executor, positions)
+
+        patch.setattr(Executor, "see_at_most", noted)
+        for name, value in {"LONG": 1, "WINDOW": 4, "ENOUGH": 30, "FALL": 1e9, "GAIN": 0.0}.items():
+            patch.setattr(draft_reach, name, value)
+
+    def run(self, engine: Engine, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """As a server does, with a pause behind it."""
+        found, left = [list[int]() for _ in prompts], len(prompts)
+        for i, prompt in enumerate(prompts):
+            params = SamplingParams(
+                max_new_tokens=TOKENS, temperature=0.8 * (1 - i % 2), sampling_seed=i, ignore_eos=True
+            )
+            engine.submit(GenerationRequest(str(i), prompt, params))
+        while left:
+            for output in engine.step(block=True):
+                found[int(output.uid)] += output.token_ids
+                left -= output.finish_reason is not None
+                self.outputs += 1
+        timer = Timer(3 * IDLE_SECONDS, engine.wake)
+        timer.start()
+        engine.step(block=True)
+        timer.join()
+        return found
+
+
+@pytest.mark.slow
+def test_trials_of_windows(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin and end when all outputs have come, each is of one head, and no text changes."""
+    with closing(heads.engine(None)) as plain:
+        expected = answers(plain, heads.prompts)
+    windows = Windows(monkeypatch)
+    with closing(heads.engine(heads.good, **CHAIN)) as engine:
+        ends = []
+        for head in (heads.bad, None, None, None):
+            assert windows.run(engine, heads.prompts) == expected
+            ends.append(windows.outputs)
+            if head is not None:
+                engine.swap_draft(head)
+    assert windows.asked == [(4, ends[0]), (None, ends[1]), (4, ends[2])]
 
 
 def of_fewer_tokens(head: Checkpoint, seed: int) -> Checkpoint:

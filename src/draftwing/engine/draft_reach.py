@@ -37,6 +37,9 @@ class First(NamedTuple):
     def share(self) -> float:
         return self.right / self.drafts
 
+    def since(self, before: First) -> First:
+        return First(self.drafts - before.drafts, self.right - before.right)
+
 
 class DraftReach:
     """Decides once, while nothing runs."""
@@ -48,15 +51,24 @@ class DraftReach:
         first drafts by stretch of the text, since the start.  see: keeps the head to its last tokens from the next step
         on, None: to what it saw at the start; returns whether that could be done now."""
         self._usual, self._counts, self._see = usual, counts, see
+        self._before = First(0, 0), First(0, 0)  # in short and in long texts, by heads of before
         self._whole: First | None = None  # in long texts, when the trial began
         self.window: int | None = None  # that the head is kept to
         self.done = False
 
+    def judge_anew(self) -> None:
+        """Forgets what was drafted, for the head is another one now. What was decided stays."""
+        self._before, self._whole = self._sums(), None
+
     def rest(self) -> None:
-        """Looks at what was drafted since the start."""
+        """Looks at what was drafted since the start, or by this head."""
         if self.done:
             return
-        short, long = self._sums()
+        if self.window is not None and self._whole is None:  # the trial was of a head of before
+            if not self._see(None):
+                return
+            self._before, self.window = self._sums(), None
+        short, long = (now.since(before) for now, before in zip(self._sums(), self._before, strict=True))
         if self._whole is None:
             usual = short.share if short.drafts >= ENOUGH else self._usual
             if long.drafts >= ENOUGH and long.share < FALL * usual and self._see(WINDOW):
@@ -68,7 +80,7 @@ class DraftReach:
                 )  # fmt: skip
             return
         whole = self._whole
-        now = First(long.drafts - whole.drafts, long.right - whole.right)
+        now = long.since(whole)
         if now.drafts < ENOUGH:
             return
         better = now.share >= GAIN * whole.share
@@ -97,8 +109,8 @@ def watch_reach(
     options: Options, executor: Executor, folder: Path, counts: Callable[[], Mapping[int, list[int]]],
     see: Callable[[int | None], bool],
 ) -> DraftReach | None:  # fmt: skip
-    """Returns what decides for the head that an engine drafts with; None where how far it sees is said, where it sees
-    no further, or where no text is so long. Arguments as of `DraftReach`. folder: the head's."""
+    """Returns what decides for the head that an engine drafts with; None where how far it sees is said, or where it
+    sees no further. Arguments as of `DraftReach`. folder: the head's."""
     head, asked = executor.head, options.speculative_draft_window_size
     if head is None or not head.sees_beyond(WINDOW) or asked is not None or carried_window(folder) is not None:
         return None

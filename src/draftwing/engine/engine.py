@@ -366,7 +366,7 @@ class Engine:
                     self.explainer.rest()
                 if self._head_fit is not None:
                     self._head_fit.rest()
-                if self._draft_reach is not None and not self.is_sleeping:
+                if self._draft_reach is not None and not block and not self.is_sleeping:  # else in `_wait`
                     self._draft_reach.rest()
                 self.parts.sched.kv.check_idle()
                 self.reporter.pause()
@@ -388,11 +388,14 @@ class Engine:
 
     def _wait(self) -> None:
         """Waits for something to do, and does what the start has left for now meanwhile."""
-        parts = self.parts
-        while not self._input.wait(IDLE_SECONDS if self._has_later else None):
+        parts, reach = self.parts, None if self.is_sleeping else self._draft_reach
+        while not self._input.wait(IDLE_SECONDS if self._has_later or reach is not None else None):
             with self._turning:
                 if self._saved is not None and self._saved.pending:
                     self._saved.write_some(lambda: not self._input.empty)
+                elif reach is not None:  # which may capture graphs for seconds
+                    reach.rest()
+                    reach = None
                 elif parts.later:
                     self._unless_loading(parts.run_later)
                 elif not self._knows_rate:
@@ -461,6 +464,8 @@ class Engine:
         self.parts.executor.run_on_all_ranks(Executor.take_head, number)
         self.parts.sched.choice.policy.forget()
         self._adapters.judge_anew()
+        if self._draft_reach is not None:
+            self._draft_reach.judge_anew()
         log.info("drafts come from %s now", "the first head" if folder is None else f"the head in {folder}")
 
     def _turn(self) -> None:
