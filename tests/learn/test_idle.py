@@ -18,7 +18,7 @@ import pytest
 
 from draftwing.learn import idle
 from draftwing.learn.history import HeadHistory
-from draftwing.learn.idle import NEW, RETRY_SECONDS, IdleTraining
+from draftwing.learn.idle import KILLS, NEW, RETRY_SECONDS, IdleTraining
 from draftwing.learn.traffic import Exchange, TrafficStore
 from draftwing.machine import lacks_memory
 
@@ -130,6 +130,24 @@ def test_a_run_that_was_killed_goes_on_and_one_that_failed_does_not(
     clock.now += RETRY_SECONDS
     assert training.due() and training.left() == (None if how == "failed" else "")
     assert training.out.exists() == (how != "failed")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT])
+def test_a_run_that_is_killed_again_and_again_is_in_nobodys_way(
+    training: IdleTraining, clock: Clock, how: signal.Signals
+) -> None:
+    """What finds no memory may be killed each time, and heads of others wait. The next run may be killed as often."""
+    left = []
+    for _ in range(KILLS + 2):
+        training.start("", ["--init-head", "parent"])
+        until(lambda: count(training) > 0)
+        assert training._process is not None
+        training._process.send_signal(how)
+        assert not end(training)
+        clock.now += IDLE + RETRY_SECONDS
+        assert training.due()
+        left.append(training.left())
+    assert left == [*[""] * (KILLS - 1), None, "", ""]
 
 
 def test_another_head_is_trained_when_enough_is_new(training: IdleTraining, clock: Clock, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ COSTS = (
 )
 THREADS = 1  # of the process: those of others are the server's, even while it waits
 RETRY_SECONDS = 600.0  # after a run that failed
+KILLS = 3  # of a run one after the other, with which it has failed: what finds no memory may be killed each time
 LOOK_SECONDS = 30.0  # between looks at whether there is enough to learn
 
 
@@ -55,6 +56,7 @@ class IdleTraining:
         self._running = False  # whether it may, where there is one
         self._whose = ""  # the head that it trains
         self._ended = False  # a run, of which everything is still there
+        self._kills = 0  # of the run that is there
         self._idle_since = clock()
         self._not_before = 0.0
         self._begun: dict[str, float] = {}  # when a run was last begun, by whose head it was for
@@ -105,6 +107,7 @@ class IdleTraining:
     def drop(self) -> None:
         """Ends the process, and removes its run."""
         self.close()
+        self._kills = 0
         shutil.rmtree(self.out, ignore_errors=True)
 
     def start(self, whose: str, more: Sequence[str]) -> None:
@@ -135,7 +138,9 @@ class IdleTraining:
                 self._running = True
             return False
         self._process = None
-        self._ended = code >= 0  # what was killed goes on
+        self._kills = self._kills + 1 if code < 0 else 0
+        self._ended = code >= 0 or self._kills == KILLS  # what was killed goes on
+        self._kills *= not self._ended
         if code:
             how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
             # Not all that finds no memory says so: libraries end the process.
