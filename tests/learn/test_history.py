@@ -174,3 +174,6 @@ def test_each_adapter_has_a_head_of_its_own_that_serves(tmp_path: Path) -> None:
     assert [one.number for one in history.list()] == [1, 3, 5, 6], "of that adapter alone"
     history.use(None, "d1")
     assert (history.current(), history.current("d1")) == (6, None)
+    for wrong in ("d4", "d", "../heads/current"):
+        with pytest.raises(ConfigError, match="no head of an adapter"):
+            history.use(None, wrong)

@@ -117,7 +117,7 @@ class HeadHistory:
     def use(self, number: int | None, adapter: str = "") -> None:
         """Says which head is served, for the model or for the adapter whose it is; None: that of the command line, or
         of the adapter's files. Raises ConfigError for one that is not there, whose files have changed, or which is no
-        head of this."""
+        head of this, and for an adapter that has none."""
         with self._locked():
             self._use(number, adapter)
 
@@ -175,6 +175,8 @@ class HeadHistory:
 
     def _use(self, number: int | None, adapter: str) -> None:
         if number is None:
+            if adapter and not self.list(adapter):
+                raise ConfigError(f"{self.folder} has no head of an adapter {adapter}")
             self._current(adapter).unlink(missing_ok=True)
             return
         record = self.get(number)
