@@ -144,8 +144,19 @@ def test_acceptance_of_each_key_is_shown_to_whoever_has_one(tmp_path: Path, hist
     expected = {"alice": 1 + 10.98 / 10, "bob": 1 + 4.98 / 10}  # of 50 requests, i % 3 accepted drafts more
     assert learning.numbers()["client_length"] == pytest.approx(expected, abs=0.002)
     assert learning.facts()["clients"] == pytest.approx(expected, abs=0.002)
-    for_all: Any = Engine(tmp_path, public_endpoints="metrics")
-    assert "client_length" not in Learning(for_all, tmp_path).numbers()
+
+
+@pytest.mark.parametrize("endpoints", ["metrics", "all", "docs", "none"])
+def test_metrics_without_a_key_name_nobody(tmp_path: Path, history: HeadHistory, endpoints: str) -> None:
+    """Neither clients nor adapters, which other routes name to who has a key."""
+    engine: Any = Engine(tmp_path, public_endpoints=endpoints)
+    learning = Learning(engine, tmp_path)
+    adapters(engine, secret="d1")
+    looked(learning)
+    requests(learning, 5, "alice")
+    requests(learning, 5, "alice", "d1")
+    found = repr(learning.numbers())
+    assert ("alice" in found) == ("secret" in found) == (endpoints in ("docs", "none"))
 
 
 def test_server_info_names_the_head_that_drafts(

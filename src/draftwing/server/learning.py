@@ -207,13 +207,13 @@ class Learning(Watcher):
         return {name: self._lessons[card.digest] for name, card in cards if card.digest in self._lessons}
 
     def numbers(self) -> dict[str, Any]:
-        """Returns what metrics show; names of clients only to whoever has a key."""
-        public = self._engine.info.options.public_endpoints in ("metrics", "all")
-        clients = {} if public else {"client_length": self.model.live.by_client()}
-        own = {(name, str(lesson.head or 0)): 1 for name, lesson in self._adapters().items()}
-        heads = {"draft_head": {str(self.model.head or 0): 1}, **({"adapter_head": own} if own else {})}
+        """Returns what metrics show; names of clients and adapters only to whoever has a key."""
         swaps = self._swaps + sum(lesson.swaps for lesson in self._lessons.values())
-        return {**heads, "head_swaps": swaps, "training": int(self.training), **clients}
+        found = {"draft_head": {str(self.model.head or 0): 1}, "head_swaps": swaps, "training": int(self.training)}
+        if self._engine.info.options.public_endpoints in ("metrics", "all"):
+            return found
+        own = {(name, str(lesson.head or 0)): 1 for name, lesson in self._adapters().items()}
+        return {**found, **({"adapter_head": own} if own else {}), "client_length": self.model.live.by_client()}
 
     def facts(self) -> dict[str, Any]:
         """Returns what the page shows."""
