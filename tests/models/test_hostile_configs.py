@@ -51,6 +51,7 @@ PUBLISHED["MIMO"] = hf_configs.QWEN25_7B | {"architectures": ["MiMoForCausalLM"]
 PUBLISHED |= {
     name: published(name)
     for name in (
+        "apertus-v1.5-8b",
         "bamba-9b-v2",
         "cwm-32b",
         "gemma-3n-e2b-it",
@@ -85,6 +86,7 @@ PUBLISHED |= {
         "youtu-llm-2b",
     )
 }
+PUBLISHED["CHATGLM3"] = published("glm-4-9b-chat") | {"architectures": ["ChatGLMForConditionalGeneration"]}
 PUBLISHED["EXAONE_MOE"] = published("k-exaone-236b-a23b") | {"architectures": ["ExaoneMoeForCausalLM"]}
 PUBLISHED["PHIMOE"] = published("phi-3.5-moe") | {"architectures": ["PhimoeForCausalLM"]}
 RELATIVES = [  # of others among them

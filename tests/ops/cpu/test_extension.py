@@ -155,7 +155,7 @@ def test_an_extension_of_other_sources_is_refused() -> None:
 def test_a_function_says_how_many_numbers_it_takes() -> None:
     raw = load_extension()
     assert raw is not None
-    for function, given, expected in ((raw.gate, (1, 2), 7), (raw.soft_cap, (0,) * 6, 7), (raw.draw, (0,) * 22, 21)):
+    for function, given, expected in ((raw.gate, (1, 2), 8), (raw.soft_cap, (0,) * 6, 7), (raw.draw, (0,) * 22, 21)):
         with pytest.raises(TypeError, match=f"expected {expected} numbers, found {len(given)}"):
             function(*given)
     with pytest.raises(TypeError):
