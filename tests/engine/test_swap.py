@@ -16,7 +16,7 @@ from reference.exact_heads import disturbed, exact_domino, exact_dspark, exact_e
 from tiny_checkpoint import write_tokenizer
 
 from draftwing.config.options import Options
-from draftwing.engine import draft_reach
+from draftwing.engine import draft_window
 from draftwing.engine.engine import IDLE_SECONDS, Engine
 from draftwing.engine.executor import Executor
 from draftwing.engine.startup import warm_up
@@ -126,8 +126,8 @@ def test_drafts_are_those_of_the_other_head(heads: Heads, dtype: str, algorithm:
 
 
 class Windows:
-    """Remembers to what a head is kept by trials (`engine.draft_reach`), and how many outputs had come then. Trials are
-    of few drafts and all texts, begin whatever is right, and end as better."""
+    """Remembers to what a head is kept by trials (`engine.draft_window`), and how many outputs had come then. Trials
+    are of few drafts and all texts, begin whatever is right, and end as better."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.asked, self.outputs, see = list[tuple[int | None, int]](), 0, Executor.see_at_most
@@ -138,7 +138,7 @@ class Windows:
 
         patch.setattr(Executor, "see_at_most", noted)
         for name, value in {"LONG": 1, "WINDOW": 4, "ENOUGH": 30, "FALL": 1e9, "GAIN": 0.0}.items():
-            patch.setattr(draft_reach, name, value)
+            patch.setattr(draft_window, name, value)
 
     def run(self, engine: Engine, prompts: Sequence[list[int]]) -> list[list[int]]:
         """As a server does, with a pause behind it."""

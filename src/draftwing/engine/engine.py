@@ -30,7 +30,7 @@ from draftwing.engine.answer_checks import AnswerChecks
 from draftwing.engine.build import build
 from draftwing.engine.cached_texts import SavedText
 from draftwing.engine.client_data import ClientData
-from draftwing.engine.draft_reach import watch_reach
+from draftwing.engine.draft_window import watch_window
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs import CAPTURE_SHARE
 from draftwing.engine.head_fit import watch_head
@@ -111,7 +111,7 @@ class Engine:
                 self.options, parts.executor, folder, self.reporter.drafters.get,
                 lambda: [req.tokens for req in parts.sched.running],
             )  # fmt: skip
-            self._draft_reach = watch_reach(
+            self._draft_window = watch_window(
                 self.options, parts.executor, folder, lambda: self.reporter.by_context, self._see_at_most
             )
             self._saved = SavedPrefixes.opened(self.options, parts, provenance)
@@ -366,8 +366,8 @@ class Engine:
                     self.explainer.rest()
                 if self._head_fit is not None:
                     self._head_fit.rest()
-                if self._draft_reach is not None and not block and not self.is_sleeping:  # else in `_wait`
-                    self._draft_reach.rest()
+                if self._draft_window is not None and not block and not self.is_sleeping:  # else in `_wait`
+                    self._draft_window.rest()
                 self.parts.sched.kv.check_idle()
                 self.reporter.pause()
             outputs = self._outputs()
@@ -388,14 +388,14 @@ class Engine:
 
     def _wait(self) -> None:
         """Waits for something to do, and does what the start has left for now meanwhile."""
-        parts, reach = self.parts, None if self.is_sleeping else self._draft_reach
-        while not self._input.wait(IDLE_SECONDS if self._has_later or reach is not None else None):
+        parts, trial = self.parts, None if self.is_sleeping else self._draft_window
+        while not self._input.wait(IDLE_SECONDS if self._has_later or trial is not None else None):
             with self._turning:
                 if self._saved is not None and self._saved.pending:
                     self._saved.write_some(lambda: not self._input.empty)
-                elif reach is not None:  # which may capture graphs for seconds
-                    reach.rest()
-                    reach = None
+                elif trial is not None:  # which may capture graphs for seconds
+                    trial.rest()
+                    trial = None
                 elif parts.later:
                     self._unless_loading(parts.run_later)
                 elif not self._knows_rate:
@@ -464,8 +464,8 @@ class Engine:
         self.parts.executor.run_on_all_ranks(Executor.take_head, number)
         self.parts.sched.choice.policy.forget()
         self._adapters.judge_anew()
-        if self._draft_reach is not None:
-            self._draft_reach.judge_anew()
+        if self._draft_window is not None:
+            self._draft_window.judge_anew()
         log.info("drafts come from %s now", "the first head" if folder is None else f"the head in {folder}")
 
     def _turn(self) -> None:

@@ -13,7 +13,8 @@ import pytest
 from draftwing import LLM, SamplingParams
 from draftwing.config.drafters import HEADS
 from draftwing.core import stretch_of
-from draftwing.engine.draft_reach import ENOUGH, LONG, WINDOW, DraftReach
+from draftwing.engine.draft_window import ENOUGH, LONG, WINDOW, DraftWindow
+from draftwing.engine.head_fit import Expected
 
 FIXED = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6,
          "speculative_fixed_shape": True}  # fmt: skip
@@ -34,7 +35,7 @@ class Server:
         self.counts = {NEAR: [0, 0], FAR: [0, 0]}
         self.asked: list[int | None] = []
         self.able = True
-        self.reach = DraftReach(usual, lambda: self.counts, self.see)
+        self.trial = DraftWindow(Expected(usual, "its card"), lambda: self.counts, self.see)
 
     def see(self, positions: int | None) -> bool:
         if self.able:
@@ -46,7 +47,7 @@ class Server:
         for stretch, drafts in ((NEAR, short), (FAR, long)):
             self.counts[stretch][0] += drafts
             self.counts[stretch][1] += round(drafts * self.shares[stretch])
-        self.reach.rest()
+        self.trial.rest()
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_a_window_is_kept_where_it_is_better(
     server = Server(short, whole, kept, usual=0.01)
     for _ in range(4 * ENOUGH // at_once):
         server.answer(at_once, at_once)
-    assert server.asked == asked and server.reach.window == (asked or [None])[-1]
+    assert server.asked == asked and server.trial.window == (asked or [None])[-1]
 
 
 def test_few_drafts_say_nothing() -> None:
@@ -101,23 +102,23 @@ def test_a_head_that_is_swapped_in_is_judged_by_its_own_drafts(
     server.answer(ENOUGH, ENOUGH)
     server.answer(0, ENOUGH // 2)
     assert server.asked == [WINDOW]
-    server.reach.judge_anew()
+    server.trial.judge_anew()
     server.whole, server.kept = whole, kept
     server.shares = {NEAR: short, FAR: kept}
     for _ in range(20):
         server.answer(ENOUGH // 4, ENOUGH // 4)
-    assert server.asked == asked and server.reach.window == asked[-1]
+    assert server.asked == asked and server.trial.window == asked[-1]
 
 
 def test_what_was_decided_stays_when_the_head_is_swapped() -> None:
     server = Server(0.7, 0.3, 0.6, usual=0.7)
     for _ in range(3):
         server.answer(ENOUGH, ENOUGH)
-    server.reach.judge_anew()
+    server.trial.judge_anew()
     server.shares[FAR] = 0.1
     for _ in range(3):
         server.answer(ENOUGH, ENOUGH)
-    assert server.asked == [WINDOW] and server.reach.window == WINDOW
+    assert server.asked == [WINDOW] and server.trial.window == WINDOW
 
 
 def without_window(kind: str, folder: Path) -> Path:

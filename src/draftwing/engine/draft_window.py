@@ -16,12 +16,12 @@ from draftwing.config.options import Options
 from draftwing.config.trees import carried_window
 from draftwing.core import stretch_of
 from draftwing.engine.executor import Executor
-from draftwing.engine.head_fit import expected, is_made_up
+from draftwing.engine.head_fit import Expected, expected, is_made_up
 
 log = logging.getLogger("draftwing")
 
 LONG = 2048  # tokens of a text, in which what a head learnt from short ones is over: docs/dev/block_heads.md
-WINDOW = 1024  # tokens: 512 and 2,048 accepted the same within 3% there, and it costs 1% of what is seen whole
+WINDOW = 1024  # tokens: 512 accepted the same within 2% there, 2,048 up to 6% less; 1% less than all in short texts
 ENOUGH = 400  # first drafts, of which a share has an error of 0.025
 FALL = 0.85  # of the share in short texts, below which a window is tried
 GAIN = 1.1  # times the share without, from which it is kept
@@ -41,13 +41,13 @@ class First(NamedTuple):
         return First(self.drafts - before.drafts, self.right - before.right)
 
 
-class DraftReach:
+class DraftWindow:
     """Decides once, while nothing runs."""
 
     def __init__(
-        self, usual: float, counts: Callable[[], Mapping[int, list[int]]], see: Callable[[int | None], bool]
+        self, usual: Expected, counts: Callable[[], Mapping[int, list[int]]], see: Callable[[int | None], bool]
     ) -> None:
-        """usual: share of first drafts that should be right, where no short texts are met.  counts: [drafts, right] of
+        """usual: first drafts that should be right, for want of enough in short texts.  counts: [drafts, right] of
         first drafts by stretch of the text, since the start.  see: keeps the head to its last tokens from the next step
         on, None: to what it saw at the start; returns whether that could be done now."""
         self._usual, self._counts, self._see = usual, counts, see
@@ -70,13 +70,15 @@ class DraftReach:
             self._before, self.window = self._sums(), None
         short, long = (now.since(before) for now, before in zip(self._sums(), self._before, strict=True))
         if self._whole is None:
-            usual = short.share if short.drafts >= ENOUGH else self._usual
+            usual, says = self._usual.share, f"{self._usual.says} says"
+            if short.drafts >= ENOUGH:
+                usual, says = short.share, "in shorter texts"
             if long.drafts >= ENOUGH and long.share < FALL * usual and self._see(WINDOW):
                 self._whole, self.window = long, WINDOW
                 log.info(
-                    "behind %d tokens %.0f%% of first drafts are right, elsewhere %.0f%%: the draft's own attention "
-                    "sees the last %d tokens from now on, to see whether that is better",
-                    LONG, 100 * long.share, 100 * usual, WINDOW,
+                    "behind %d tokens %.0f%% of first drafts are right, %s %.0f%%: the draft's own attention sees the "
+                    "last %d tokens from now on, to see whether that is better",
+                    LONG, 100 * long.share, says, 100 * usual, WINDOW,
                 )  # fmt: skip
             return
         whole = self._whole
@@ -105,13 +107,13 @@ class DraftReach:
         return First(*short), First(*long)
 
 
-def watch_reach(
+def watch_window(
     options: Options, executor: Executor, folder: Path, counts: Callable[[], Mapping[int, list[int]]],
     see: Callable[[int | None], bool],
-) -> DraftReach | None:  # fmt: skip
+) -> DraftWindow | None:  # fmt: skip
     """Returns what decides for the head that an engine drafts with; None where how far it sees is said, or where it
-    sees no further. Arguments as of `DraftReach`. folder: the head's."""
+    sees no further. Arguments as of `DraftWindow`. folder: the head's."""
     head, asked = executor.head, options.speculative_draft_window_size
     if head is None or not head.sees_beyond(WINDOW) or asked is not None or carried_window(folder) is not None:
         return None
-    return None if is_made_up(options) else DraftReach(expected(folder, head).share, counts, see)
+    return None if is_made_up(options) else DraftWindow(expected(folder, head), counts, see)
