@@ -146,9 +146,11 @@ MODELS = {
 }
 
 
-def write(folder: Path, name: str, adapters: int = 0, device: str = "cpu") -> None:
-    """Writes one of `MODELS` below `folder`, whole or not at all where it is there already."""
+def write(folder: Path, name: str, adapters: int = 0, device: str = "cpu", weights: bool = True) -> None:
+    """Writes one of `MODELS` below `folder`, whole or not at all where it is there already. weights: whether any are
+    written; else servers make them."""
     model, done = MODELS[name], folder / DONE
+    files = weights and model.files
     if done.exists():
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -158,11 +160,11 @@ def write(folder: Path, name: str, adapters: int = 0, device: str = "cpu") -> No
         embeddings.made(target, torch.bfloat16, tiny=name.startswith("tiny"))
     else:
         write_config(target, model.target)
-        write_weights(target, device) if model.files else None
+        write_weights(target, device) if files else None
     if model.draft is not None:
         (folder / "draft").mkdir()
         (folder / "draft" / "config.json").write_text(json.dumps(model.draft))
-        write_head(folder / "draft", target, model.drafter, device) if model.files else None
+        write_head(folder / "draft", target, model.drafter, device) if files else None
     for i in range(adapters):
         write_adapter(folder / f"a{i}", target, i, RANK, dtype=torch.bfloat16, shapes=matrices(model.target))
     done.touch()
