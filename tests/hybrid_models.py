@@ -336,9 +336,9 @@ class Pooled:
 
     nodes, long = 6, 96
 
-    def __init__(self, model: DecoderModel, ops: TorchOps | None = None) -> None:
-        """ops: whose attention, None: torch's."""
-        self.model = model
+    def __init__(self, model: DecoderModel, ops: TorchOps | None = None, adapted: Tensor | None = None) -> None:
+        """ops: whose attention, None: torch's.  adapted: the slot of each row of the one call, None: of none."""
+        self.model, self._adapted = model, adapted
         self.device = device = next(model.parameters()).device
         specs = delta_specs(model.kv_layers)
         self.pool = KVPool(model.kv_layers, 2 * self.long, model.dtype, device)
@@ -380,7 +380,8 @@ class Pooled:
 
     def _logits(self, batch: Batch) -> Tensor:
         there = Batch(*(part.to(self.device) if isinstance(part, Tensor) else part for part in batch))
-        return self.model.logits(self.model(there.ids, there.positions, self.attn.bind(there, 0))[0]).cpu()
+        hidden, _ = self.model(there.ids, there.positions, self.attn.bind(there, 0), adapted=self._adapted)
+        return self.model.logits(hidden).cpu()
 
     def accept(self, start: int, nodes: list[int]) -> None:
         """Puts these nodes of the tree whose root was at `start` behind it, as commit does."""

@@ -201,6 +201,7 @@ class Family:
     rope_interleaved: bool = False  # whether a checkpoint has elements that are turned together beside each other
     # Whether it has one matrix of queries, keys and values, "heads": in a folder with those of a key head together.
     fused_qkv: bool | Literal["heads"] = False
+    parted: bool = False  # whether it is three in transformers, which such a family's adapters may be of
     fused_mlp: bool = False  # the same of gates and ups
     # Of the config and the number of layers: experts of layers that have them, None where none has; and which layers
     # have an MLP in their place.

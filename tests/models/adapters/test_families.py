@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from models.test_decoder import FAMILIES, random_reference
 from safetensors.torch import save_file
+from thread_ranks import meet
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
@@ -26,22 +28,31 @@ from draftwing.models.decoder import EXPERTS, SHARED, WIDE, DecoderModel
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
 from draftwing.ops.table import TorchOps
+from draftwing.parallel.ranks import ALONE, Ranks
 from draftwing.train.capture import Causal
 
 CPU = torch.device("cpu")
 MAKERS = {"dense": (FAMILIES, random_reference), "moe": (moe_models.KINDS, moe_models.reference)}
 MAKERS["hybrid"] = hybrid_models.KINDS, hybrid_models.reference
-# Which transformers has no class of, or one whose modules have other names; and whose indexers need a cache.
-ELSEWHERE = ("ling2", "sarvam", "kimi-linear", "deepseek-v3.2", "glm-5", "ling3", "ling3-plain", "qwen4")
+AS_STORED = "ling2"  # whose own code is not in transformers, and calls matrices as checkpoints do
 CASES = [
     (kind, name)
     for kind, (names, _) in MAKERS.items()
     for name in names
-    if name not in ELSEWHERE and (kind == "dense" or name not in FAMILIES)
+    if name != AS_STORED and (kind == "dense" or name not in FAMILIES)
 ]
 QUICK = {"llama3.2-tied", "qwen3.5-every", "phi3", "gemma3", "lfm2-plain", "deepseek-v2", "mixtral", "gpt-oss"}
 # Of layers, what no adapter is served of.
-UNSERVED = (".experts", "router", "per_layer", "block_sparse_moe", "weights_proj", "latent_proj")
+UNSERVED = (
+    ".experts",
+    "router",
+    "per_layer",
+    "block_sparse_moe",
+    "weights_proj",
+    "latent_proj",
+    "hyper_connection",
+    ".ple.",
+)
 # Of models with a row that random factors make ill-conditioned: transformers' own float32 is off by 1.1e-4 and 1.6e-4
 # there. This MiniCPM3 is by 2.2e-4 with the factors merged (5e-5 in float64), and by 5.8e-4 with these rounded apart.
 LIMITS = {"qwen3-next": 2e-4, "minicpm3-defaults": 6e-4}
@@ -52,15 +63,15 @@ LENGTH = 70
 
 
 def write(
-    folder: Path, modules: Mapping[str, nn.Linear], experts: Mapping[str, Tensor], across: bool = False, rank: int = 3
+    folder: Path, modules: Mapping[str, Tensor], experts: Mapping[str, Tensor], across: bool = False, rank: int = 3
 ) -> dict[str, Tensor]:
     """Writes an adapter of these matrices, and of parameters of all experts [experts, outputs, inputs], or across;
     returns what it adds to each, float64."""
     generator, added, tensors = torch.Generator().manual_seed(5), {}, {}
-    for name, module in modules.items():
-        outputs, inputs = module.weight.shape
+    for name, weight in modules.items():
+        outputs, inputs = weight.shape
         down = torch.randn(rank, inputs, generator=generator) / inputs**0.5
-        up = torch.randn(outputs, rank, generator=generator) * module.weight.std() * inputs**0.5 / 8
+        up = torch.randn(outputs, rank, generator=generator) * weight.std() * inputs**0.5 / 8
         tensors[f"base_model.model.{name}.lora_A.weight"], tensors[f"base_model.model.{name}.lora_B.weight"] = down, up
         added[name] = 2 * up.double() @ down.double()
     for name, weight in experts.items():
@@ -80,6 +91,9 @@ def write(
 
 
 def logits(model: DecoderModel, ids: Tensor, slots: Tensor | None) -> Tensor:
+    if any(getattr(spec, "index_size", 0) for spec in model.kv_layers):  # which need a cache
+        each = zip(ids.split(LENGTH), (None, None) if slots is None else slots.split(LENGTH), strict=True)
+        return torch.stack([hybrid_models.Pooled(model, adapted=own).chunk(one, 0) for one, own in each])
     hidden, _ = model(ids, torch.arange(LENGTH).repeat(2), Causal(2, LENGTH), adapted=slots)
     return model.logits(hidden).view(2, LENGTH, -1)
 
@@ -116,23 +130,50 @@ def test_where_matrices_of_the_same_input_are_one(kind: str, name: str, tmp_path
         AdapterTargets(model, WIDE).fit(read_folder(tmp_path / "adapter", 1 << 24))
 
 
+@pytest.mark.slow
+@pytest.mark.further(whole_experts=True)
+@pytest.mark.further(name=["kimi-linear", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("dense", "sarvam"), ("hybrid", "kimi-linear"), ("dense", "gpt-oss"), ("moe", "deepseek-v3")],
+)
+@pytest.mark.parametrize("whole_experts", [False, True])
+@torch.inference_mode()
+def test_ranks_have_their_shares(kind: str, name: str, whole_experts: bool, tmp_path: Path) -> None:
+    check_all_matrices(kind, name, tmp_path, make_ops(CPU))
+    ids = torch.randint(1, 101, (2 * LENGTH,), generator=torch.Generator().manual_seed(1))
+
+    def adapted(ranks: Ranks) -> Tensor:
+        model = load_model(tmp_path / "model", torch.float32, "cpu", ranks=ranks)
+        model.pack(make_ops(CPU), shared_apart=True)
+        slots = AdapterSlots(model, 3, 4, wide=WIDE)
+        slots.put(2, slots.targets.fit(read_folder(tmp_path / "adapter", 1 << 24)))
+        with torch.inference_mode():
+            return logits(model, ids, torch.tensor([2] * LENGTH + [0] * LENGTH))
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(adapted, meet(2, whole_experts))
+    assert torch.equal(one, other)
+    torch.testing.assert_close(one, adapted(ALONE), atol=1e-4, rtol=1e-4)
+
+
 def check_all_matrices(kind: str, name: str, tmp_path: Path, ops: TorchOps) -> Set[str]:
     """Returns the names of matrices that may have adapters."""
     theirs: Any = MAKERS[kind][1](name)
-    theirs.save_pretrained(tmp_path / "model")
+    hybrid_models.saved(tmp_path / "model", theirs)
     model = load_model(tmp_path / "model", torch.float32, "cpu")
     model.pack(ops, shared_apart=True)
     slots = AdapterSlots(model, 3, 4, wide=WIDE)
     every = {module: one for module, one in theirs.named_modules() if type(one) is nn.Linear and "layers." in module}
     left = UNSERVED if model.config.experts is None else (*UNSERVED, *OF_EXPERTS)
-    served = {module: one for module, one in every.items() if not any(part in module for part in left)}
+    served = {module: one.weight for module, one in every.items() if not any(part in module for part in left)}
     experts = {
         param: value for param, value in theirs.named_parameters()
         if param.endswith(PARAMETERS) and not param.startswith("mtp") and name != ONE_SHAPE
     }  # fmt: skip
     ids = torch.randint(1, 101, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     plain = theirs(ids).logits
-    weights = {module: one.weight for module, one in served.items()} | experts
+    weights = served | experts
     for one, added in write(tmp_path / "adapter", served, experts, name.startswith(("gpt-oss", "llama4"))).items():
         weights[one].copy_((weights[one].double() + added).float())
     adapter = read_folder(tmp_path / "adapter", 1 << 24)

@@ -17,7 +17,7 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.machine import free_memory
-from draftwing.models.adapters.groups import kind_of, of_experts, of_heads
+from draftwing.models.adapters.groups import kind_of, of_experts, of_heads, of_queries, parted, stored_name
 from draftwing.models.adapters.image import SlotLayout, SpareMemory, all_finite, call_for_all
 from draftwing.models.apart import of_state_space
 from draftwing.models.config import ModelConfig
@@ -174,7 +174,8 @@ class AdapterTargets(Targets):
     def __init__(self, model: DecoderModel, wide: Collection[str] = ()) -> None:
         """wide: which of `WIDE` may have adapters, too."""
         super().__init__()
-        config, ranks = replace(model.config, weight_format=DENSE, vocab_format=DENSE, quantization=None), model.ranks
+        dense = replace(model.config, weight_format=DENSE, vocab_format=DENSE, quantization=None)
+        config, ranks = parted(dense), model.ranks
         hybrid = next((one.mixer for one in config.layers if isinstance(one.mixer, HybridConfig)), None)
         self._net = hybrid.net if hybrid is not None and hybrid.net.in_parts else None
         self.config = config
@@ -219,6 +220,8 @@ class AdapterTargets(Targets):
             if module.startswith(OTHER_SENSES) and not one.up.any():
                 continue  # was made with all others, and not trained
             for name, own in self._apart(module, one):
+                stored = stored_name(self.config.family, name)
+                name = name if name in self.targets or stored not in self.targets else stored
                 if name in factors:
                     raise CheckpointError(f"{name}: expected one pair of factors for each matrix, found two")
                 factors[name] = own
@@ -232,10 +235,10 @@ class AdapterTargets(Targets):
             for part, ups in self._parts(f"{own}.weight", up):
                 name = part.removesuffix(".weight")
                 if self._latents is None:
-                    yield name, Factors(down, ups, factors.scale)
+                    pairs = of_queries(self.config, name, down, ups)
                 else:
                     pairs = of_heads(self._latents, name, down, ups)
-                    yield from ((head, Factors(*pair, factors.scale)) for head, pair in pairs)
+                yield from ((matrix, Factors(*pair, factors.scale)) for matrix, pair in pairs)
 
     def _parts(self, name: str, up: Tensor) -> Iterator[tuple[str, Tensor]]:
         apart = self.config.family.apart

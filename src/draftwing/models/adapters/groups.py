@@ -1,16 +1,20 @@
-"""Adapters of several matrices that are stored as one: of all experts, and of latents' `kv_b_proj`."""
+"""Adapters of several matrices that are stored as one: of all experts, of latents' `kv_b_proj`, and of queries, keys
+and values; and of matrices that transformers calls otherwise than a checkpoint."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
+from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import EXPERTS, HEADS, SHARED
+from draftwing.models.family import Family
 
 JOINED, KEYS, VALUES = ".kv_b_proj", ".k_b_proj", ".v_b_proj"
 _OF_EXPERTS = re.compile(r"(?:^|\.)experts\.|_exps\.")
@@ -18,6 +22,9 @@ _OF_SHARED = re.compile(r"\bshared_(?:experts?|mlp)\.|_shexp\.")
 _OF_HEADS = re.compile(r"\.kv_b_proj\b|\.[kv]_b_proj\.\d+$|\.attn_(?:kv|k|v)_b\.")
 # Of all experts, as `apart` names the parts of such a module: PEFT wraps it once more for each further parameter.
 _FUSED = re.compile(r"model\.layers\.(\d+)\.(?:.+\.)?experts(?:\.base_layer)*\.(\d+)")
+_LAYER = re.compile(r"(model\.layers\.(\d+))\.(.+)")
+_FUSED_QKV, _QKV = "self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_INSIDE = "forget_gate."  # of delta nets, a module of transformers' own around matrices of decays
 
 Pair = tuple[Tensor, Tensor]  # factors [r, inputs] and [outputs, r]
 
@@ -95,3 +102,49 @@ def of_heads(mixer: LatentAttentionConfig, module: str, down: Tensor, up: Tensor
         keys, values = both.split((mixer.plain, mixer.values))
         yield f"{own}{KEYS}.{head}", (keys.T, down.T)
         yield f"{own}{VALUES}.{head}", (down, values)
+
+
+def stored_name(family: Family, name: str) -> str:
+    """Returns what a checkpoint calls a matrix of a layer, or of one head of it, by its name in transformers."""
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return name
+    layer, own, names = match[1], match[3].replace(_INSIDE, ""), family.expert_names
+    parts = {"gate_proj": names.gate, "up_proj": names.up, "down_proj": names.down}
+    shared = {f"mlp.shared_experts.{part}": f"{names.shared}.{theirs}" for part, theirs in parts.items()}
+    for ours, theirs in {**family.layer_names, **shared}.items():
+        if own == ours or own.startswith(f"{ours}."):
+            own = theirs + own.removeprefix(ours)
+            break
+    return f"{layer}.{own}"
+
+
+def parted(config: ModelConfig) -> ModelConfig:
+    """Returns the config of a model whose checkpoint has queries, keys and values as one matrix, and transformers has
+    not, with the matrices of transformers."""
+    if not config.family.parted:
+        return config
+    layers = tuple(
+        replace(one, mixer=replace(one.mixer, fused=False)) if isinstance(one.mixer, AttentionConfig) else one
+        for one in config.layers
+    )
+    return replace(config, layers=layers)
+
+
+def of_queries(config: ModelConfig, module: str, down: Tensor, up: Tensor) -> Iterator[tuple[str, Pair]]:
+    """Yields (name, factors) of a matrix, or in place of that of queries, keys and values, as a checkpoint calls it, of
+    these. config: as `parted` makes it.  Raises CheckpointError."""
+    match, fused = _LAYER.fullmatch(module), config.family.layer_names.get(_FUSED_QKV)
+    if not config.family.parted or match is None or match[3] != fused or int(match[2]) >= len(config.layers):
+        yield module, (down, up)
+        return
+    mixer = config.layers[int(match[2])].mixer
+    assert isinstance(mixer, AttentionConfig)
+    sizes = [heads * mixer.head_dim for heads in (mixer.heads, mixer.kv_heads, mixer.kv_heads)]
+    if len(up) != sum(sizes):
+        raise CheckpointError(
+            f"{module}: the adapter is of a matrix of {len(up)} outputs, the model's has {sum(sizes)}: expected an "
+            "adapter of this model; found one of another"
+        )
+    for name, part in zip(_QKV, up.split(sizes), strict=True):
+        yield f"{match[1]}.{name}", (down, part)

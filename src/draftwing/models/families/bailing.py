@@ -50,5 +50,5 @@ FAMILIES = {
         predicts="numbered",
         gguf=InGGUF("bailingmoe2", names={"attn_qkv": "self_attn.qkv_proj"}, experts=IN_GGUF),
     ),
-    "SarvamMoEForCausalLM": Family("sarvam_moe", **_BAILING, head_dim=64, theta=8e6),
+    "SarvamMoEForCausalLM": Family("sarvam_moe", **_BAILING, parted=True, head_dim=64, theta=8e6),
 }
