@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,3 +69,20 @@ def merged(model: Path, adapter: Path, folder: Path) -> Path:
             tensors[f"{module}.weight"] = whole.to(tensors[f"{module}.weight"].dtype)
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def mutated(data: bytes, draw: random.Random, most: int | None = None) -> bytes:
+    """Returns a file's content with one to four faults, in its first `most` bytes: bits, bytes, what is missing or too
+    much."""
+    found = bytearray(data)
+    for _ in range(draw.randint(1, 4)):
+        at, how = draw.randrange(min(len(found), most or len(found))), draw.randrange(4)
+        if how == 0:
+            found[at] ^= 1 << draw.randrange(8)
+        elif how == 1:
+            found[at] = draw.randrange(256)
+        elif how == 2:
+            del found[at : at + draw.randint(1, 40)]
+        else:
+            found[at:at] = draw.randbytes(draw.randint(1, 20))
+    return bytes(found)

@@ -122,15 +122,16 @@ def adapters(ops: CpuOps, made: Inputs, dtype: torch.dtype) -> Iterable[Tensor]:
         y, slots = made.floats(dtype, 5, ends[-1]), torch.tensor([1, 0, 2, 2, 1])
         ops.adapt(y, made.floats(dtype, 5, 100), weights, slots)
         yield y
-    weights = ops.empty_adapters(2, 40, 96, [32, 80], dtype, ops.device, in_blocks=True)
-    for slot, rank in ((1, 40), (2, 5)):
-        for place, outputs in enumerate((32, 48)):
-            weights.set(slot, place, made.floats(dtype, rank, 96), made.floats(dtype, outputs, rank), 0.7)
-    for rows in (1, 3, 40):
-        slots = torch.tensor([1, 0, 2, *[1] * 12, *[2] * 25])[-rows:]
-        y = made.floats(dtype, rows, 80)
-        ops.adapt(y, made.floats(dtype, rows, 96), weights, slots)
-        yield y
+    for most, in_blocks in ((40, True), (256, True), (256, False)):
+        weights = ops.empty_adapters(2, most, 96, [32, 80], dtype, ops.device, in_blocks)
+        for slot, rank in ((1, most), (2, 5)):
+            for place, outputs in enumerate((32, 48)):
+                weights.set(slot, place, made.floats(dtype, rank, 96), made.floats(dtype, outputs, rank), 0.7)
+        for rows in (1, 3, 40):
+            slots = torch.tensor([1, 0, 2, *[1] * 12, *[2] * 25])[-rows:]
+            y = made.floats(dtype, rows, 80)
+            ops.adapt(y, made.floats(dtype, rows, 96), weights, slots)
+            yield y
 
 
 @case

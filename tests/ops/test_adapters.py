@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from layer_numbers import close, made
@@ -16,10 +18,14 @@ RANKS = ((4, 4, 1), (0, 7, 0), (16, 3, 9))  # of the slices of three slots
 SCALES = (2.0, 0.5, 1.25)
 
 
-def weights_of(ops: TorchOps, dtype: torch.dtype, inputs: int, sizes: tuple[int, ...]) -> AdapterWeights:
+def weights_of(
+    ops: TorchOps, dtype: torch.dtype, inputs: int, sizes: tuple[int, ...], every: tuple[tuple[int, ...], ...] = RANKS,
+    room: int = 16,
+) -> AdapterWeights:  # fmt: skip
+    """room: the rank that slots have room for."""
     ends = torch.tensor(sizes).cumsum(0).tolist()
-    weights = AdapterWeights.empty(len(RANKS), 16, inputs, ends, dtype, ops.device)
-    for slot, ranks in enumerate(RANKS, 1):
+    weights = AdapterWeights.empty(len(every), room, inputs, ends, dtype, ops.device)
+    for slot, ranks in enumerate(every, 1):
         for place, rank in enumerate(ranks[: len(sizes)]):
             seed = 10 * slot + place
             down = made(ops, dtype, rank, inputs, seed=seed) / inputs**0.5
@@ -70,6 +76,26 @@ def test_adapters_of_rows(inputs: int, sizes: tuple[int, ...], dtype: torch.dtyp
     x[2, 3] = torch.nan
     ops.adapt(y, x, weights, rows)
     assert y.isnan().any(1).nonzero().tolist() == [[2]]
+
+
+@pytest.mark.further(rank=64)
+@pytest.mark.parametrize("rank", [1, 64, 256])
+def test_ranks_up_to_the_largest(rank: int, dtype: torch.dtype, ops: TorchOps) -> None:
+    """Slots have room for this rank, which some slices have; others have less."""
+    ranks = ((rank, rank), (rank // 2, rank), (max(1, rank - 3), rank // 7))
+    weights = weights_of(ops, dtype, 72, (40, 24), ranks, rank)
+    weights.up.div_(rank**0.5)
+    rows = torch.tensor([3, 0, 1, 2, 2, *[1] * 17]).to(ops.device)
+    x, y = made(ops, dtype, len(rows), 72), made(ops, dtype, len(rows), 64, seed=1)
+    found = y.clone()
+    ops.adapt(found, x, weights, rows)
+    close(found, expected(y, x, weights, rows), ops, roundings=1.1, floor=4.0 if dtype == torch.float32 else 0.5)
+    assert torch.equal(found[rows == 0], y[rows == 0])
+    if ops.name == "triton" or (ops.name == "cpu" and dtype != torch.float16):
+        for some in (slice(0, 1), slice(2, 4), slice(4, 22)):
+            alone = y[some].clone()
+            ops.adapt(alone, x[some], weights, rows[some].clone())
+            assert torch.equal(alone, found[some])
 
 
 @pytest.mark.parametrize(
@@ -161,10 +187,11 @@ def test_a_cleared_slot_adds_nothing(ops: TorchOps) -> None:
 
 
 def in_8_bits(
-    ops: TorchOps, dtype: torch.dtype, inputs: int, ranks: list[int], ends: list[int], strength: float
+    ops: TorchOps, dtype: torch.dtype, inputs: int, ranks: Sequence[int], ends: list[int], strength: float
 ) -> tuple[AdapterWeights, dict[tuple[int, int], tuple[Tensor, Tensor, float]]]:
     """strength: of factors, whose sizes differ from row to row. Returns also what slots were given, in float64."""
-    weights, given = ops.empty_adapters(len(ranks), 16, inputs, ends, dtype, ops.device, in_blocks=True), {}
+    room = max(16, *ranks)
+    weights, given = ops.empty_adapters(len(ranks), room, inputs, ends, dtype, ops.device, in_blocks=True), {}
     for slot, rank in enumerate(ranks, 1):
         begin = 0
         for place, end in enumerate(ends):
@@ -182,17 +209,20 @@ def steps(x: Tensor, size: int) -> Tensor:
     return each.expand(*each.shape[:-1], size).flatten(-2)
 
 
-@pytest.mark.parametrize("strength", [1.0, 1e-4, 300.0])
+@pytest.mark.parametrize(
+    ("strength", "ranks"), [*((one, (16, 5, 1)) for one in (1.0, 1e-4, 300.0)), (1.0, (256, 64, 49))]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_factors_in_8_bits(dtype: torch.dtype, strength: float, ops: TorchOps) -> None:
+def test_factors_in_8_bits(dtype: torch.dtype, strength: float, ranks: tuple[int, ...], ops: TorchOps) -> None:
     """As near to float64 as 8 bits of x, of both factors and of what lies between them allow; and the same bits with
     any rows beside a row, and in two parts."""
     if ops.name != "cpu":
         pytest.skip("others have no factors in 8 bits")
     torch.manual_seed(0)
     ends, inputs = [32, 80], 96
-    weights, given = in_8_bits(ops, dtype, inputs, [16, 5, 1], ends, strength)
-    assert weights.down.dtype == torch.uint8 and (weights.inputs, weights.outputs, weights.rank) == (96, 80, 16)
+    weights, given = in_8_bits(ops, dtype, inputs, ranks, ends, strength)
+    assert weights.down.dtype == torch.uint8
+    assert (weights.inputs, weights.outputs, weights.rank) == (96, 80, max(ranks))
     rows = torch.tensor([1, 0, 2, 2, 3, 1, *[1] * 40, 3, 2])
     x, y = made(ops, dtype, len(rows), inputs), made(ops, dtype, len(rows), 80, seed=1)
     found = y.clone()
@@ -208,8 +238,9 @@ def test_factors_in_8_bits(dtype: torch.dtype, strength: float, ops: TorchOps) -
             u = scale * down @ one
             off_x, off_down = steps(one, 32), steps(down, 32)
             off_u = scale * (off_down @ (one.abs() + off_x) + down.abs() @ off_x)
-            most_u = (u.abs() + off_u).max() / 254 + off_u
-            off_up = steps(torch.nn.functional.pad(up, (0, 16 - up.shape[1])), 16)[:, : up.shape[1]]
+            rank, padded = len(u), (0, -len(u) % 16)
+            most_u = steps(torch.nn.functional.pad(u.abs() + off_u, padded), 16)[:rank] + off_u
+            off_up = steps(torch.nn.functional.pad(up, padded), 16)[:, :rank]
             bound = off_up @ (u.abs() + most_u) + up.abs() @ most_u
             exact = y[row, begin:end].double() + up @ u
             rounding = exact.abs() * (2**-8 if dtype == torch.bfloat16 else 2**-20) + 1e-6
@@ -233,3 +264,31 @@ def test_factors_in_8_bits(dtype: torch.dtype, strength: float, ops: TorchOps) -
     again = found.clone()
     ops.adapt(again, x.nan_to_num(), weights, torch.ones_like(rows))
     assert torch.equal(again, found)
+
+
+def test_factors_in_8_bits_may_be_of_any_size(ops: TorchOps) -> None:
+    """Files may have the largest numbers, and the smallest; in other slots they change nothing."""
+    if ops.name != "cpu":
+        pytest.skip("others have no factors in 8 bits")
+    x, y = made(ops, torch.float32, 2, 96), made(ops, torch.float32, 2, 80, seed=1)
+    for first, second in (
+        (3.4e38, 3.4e38),
+        (1e30, 1e-30),
+        (1e-30, 1e30),
+        (1e-20, 1e-20),
+        (1e-42, 1e-44),
+        (0.0, 3.4e38),
+    ):
+        weights, given = in_8_bits(ops, torch.float32, 96, [4, 4], [80], 1.0)
+        down, up, scale = given[2, 0]
+        own = (down.sign() * first).float(), (up.sign() * second).float()
+        weights.set(2, 0, *own, scale)
+        found = y.clone()
+        ops.adapt(found, x, weights, torch.tensor([1, 2]))
+        weights.clear(2)
+        alone = y.clone()
+        ops.adapt(alone, x, weights, torch.tensor([1, 2]))
+        assert torch.equal(found[0], alone[0]) and torch.equal(alone[1], y[1])
+        exact = y[1].double() + scale * own[1].double() @ (own[0].double() @ x[1].double())
+        if exact.abs().max() < 1e30:
+            assert (found[1].double() - exact).norm() < 0.02 * exact.norm(), (first, second)

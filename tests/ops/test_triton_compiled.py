@@ -143,21 +143,24 @@ def test_products_in_shares_compile(compiled: Compiled, capability: int) -> None
 ADAPTERS = """
 from draftwing.ops.adapters.spec import AdapterWeights
 from draftwing.ops.adapters.triton import TritonAdapterOps
-for inputs, ends in ((4096, [4096, 5120, 6144]), (11008, [4096])):
-    weights = AdapterWeights.empty(8, 16, inputs, ends, half, torch.device("meta"))
+rank, dtype = int(sys.argv[2]), getattr(torch, sys.argv[3])
+for inputs, ends in ((4096, [4096, 5120, 6144]), (4096, [14336, 28672]), (11008, [4096])):
+    weights = AdapterWeights.empty(8, rank, inputs, ends, dtype, torch.device("meta"))
     for rows in (1, 65):
-        x, y = empty(rows, inputs, dtype=half), empty(rows, ends[-1], dtype=half)
+        x, y = empty(rows, inputs, dtype=dtype), empty(rows, ends[-1], dtype=dtype)
         TritonAdapterOps().adapt(y, x, weights, empty(rows))
 """
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rank", [16, 64, 256])
 @pytest.mark.parametrize("capability", [90, 86])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton")
-def test_adapters_compile(compiled: Compiled, capability: int) -> None:
-    launches = compiled(ADAPTERS, capability)
+def test_adapters_compile(compiled: Compiled, capability: int, rank: int, dtype: str) -> None:
+    launches = compiled(ADAPTERS, capability, str(rank), dtype)
     # With more than 48 KB a kernel would leave the next ones little of their L1 cache.
-    assert len(launches) == 6 and max(int(shared) for shared, *_ in launches) <= 48 << 10, launches
+    assert len(launches) == 8 and max(int(shared) for shared, *_ in launches) <= 48 << 10, launches
 
 
 EXPERTS = """

@@ -11,7 +11,7 @@ import pytest
 import torch
 from image_models import reference, write_model
 from safetensors.torch import load_file, save_file
-from tiny_adapters import ATTENTION, shapes_of, write_adapter
+from tiny_adapters import ATTENTION, mutated, shapes_of, write_adapter
 from tiny_checkpoint import write_checkpoint
 
 from draftwing.errors import CheckpointError
@@ -254,20 +254,8 @@ def test_a_thousand_mutated_adapters_are_read_or_refused(tiny: Path, tmp_path: P
     read, refused = list[Adapter](), 0
     for i in range(1000):
         name = (CONFIG, WEIGHTS)[i % 2]
-        data = bytearray(whole[name])
-        most = len(data) if i % 4 else min(len(data), header + 8)  # the header half of the time
-        for _ in range(draw.randint(1, 4)):
-            at, how = draw.randrange(most), draw.randrange(4)
-            if how == 0:
-                data[at] ^= 1 << draw.randrange(8)
-            elif how == 1:
-                data[at] = draw.randrange(256)
-            elif how == 2:
-                del data[at : at + draw.randint(1, 40)]
-            else:
-                data[at:at] = draw.randbytes(draw.randint(1, 20))
-            most = min(most, len(data))
-        (folder / name).write_bytes(bytes(data))
+        most = len(whole[name]) if i % 4 else min(len(whole[name]), header + 8)  # the header half of the time
+        (folder / name).write_bytes(mutated(whole[name], draw, most))
         try:
             adapter = read_folder(folder, MOST)
             targets.fit(adapter)

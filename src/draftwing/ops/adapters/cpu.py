@@ -65,13 +65,14 @@ class RoundedWeights(AdapterWeights):
         wide[:, :rank] = up * times[1]
         self.up[slot - 1, begin // _PANEL : end // _PANEL, :blocks] = _packed_up(wide)
         self.ranks[slot - 1, place] = rank
-        self.scales[slot - 1, place] = scale / (times[0] * times[1])
+        most = torch.finfo(torch.float32).max  # of factors that no sum is finite with
+        self.scales[slot - 1, place] = min(most, max(-most, scale / (times[0] * times[1])))
 
 
 def _power_for(factors: Tensor) -> float:
-    """Returns the power of 2 that brings their largest value near `_LARGEST`."""
-    most = float(factors.abs().max())
-    return 2.0 ** (math.frexp(_LARGEST)[1] - math.frexp(most)[1]) if most else 1.0
+    """Returns the power of 2 that brings their largest value near `_LARGEST`; of none that is below 2**-90."""
+    most = max(float(factors.abs().max()), 2.0**-90)
+    return 2.0 ** (math.frexp(_LARGEST)[1] - math.frexp(most)[1])
 
 
 def _packed_up(up: Tensor) -> Tensor:
