@@ -61,6 +61,29 @@ def serving(adapters: dict[str, Path], slots: int = 2) -> dict[str, Any]:
     return {"lora_modules": [f"{name}={path}" for name, path in adapters.items()], "max_loras": slots}
 
 
+@pytest.mark.further(dtype="auto")
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_ranks_from_1_to_256_in_one_engine(target: Path, tmp_path: Path, dtype: str) -> None:
+    """With drafts, in one batch with two slots: in float32 as merged, in fewer bits as each alone without."""
+    names = ["1", "256", None, "64", "256", "1"]
+    every = {
+        rank: write_adapter(tmp_path / f"rank {rank}", target, int(rank), int(rank)) for rank in ("1", "64", "256")
+    }
+    kind, alone = {**ENGINE, "dtype": dtype}, dict[str | None, list[list[int]]]()
+    for name in {*names}:
+        folder = target if dtype == "auto" or name is None else merged(target, every[name], tmp_path / name)
+        more = serving(every) if folder == target else {}
+        with LLM(str(folder), **kind, **more, speculative_algorithm="none") as llm:
+            adapter = name if more else None
+            alone[name] = [one.token_ids for one in llm.generate(PROMPTS, GREEDY, adapter=adapter)]
+    with LLM(str(target), **kind, **serving(every), **DRAFTERS["ngram"]) as llm:
+        for _ in range(2):
+            found = [one.token_ids for one in llm.generate(PROMPTS, GREEDY, adapter=names)]
+            assert found == [alone[name][i] for i, name in enumerate(names)]
+        assert llm.engine.stats()["adapter_loads"] >= 4
+    assert len({str(texts) for texts in alone.values()}) == 4
+
+
 DRAFTERS = {
     "none": {"speculative_algorithm": "none"},
     "ngram": {"speculative_algorithm": "NGRAM", "speculative_fixed_shape": True},
@@ -239,3 +262,20 @@ def test_several_adapters_together_are_the_merged_sum(target: Path, adapters: di
         llm.unload_adapter("two")
         with pytest.raises(RequestError, match="'two' is not loaded"):
             llm.generate(PROMPTS, GREEDY, adapter="two")
+
+
+def test_an_adapter_of_another_model_of_the_same_shapes_is_named(
+    target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is served, and the log says what it was trained on; a name in other words, and a folder, say nothing."""
+    model = tmp_path / "zephyr-7b-beta"
+    model.symlink_to(target)
+    bases = ["mistralai/Mistral-7B-v0.1", "HuggingFaceH4/zephyr-7b-beta", "unsloth/Zephyr-7B-beta-bnb-4bit", "./last"]
+    paths = [write_adapter(tmp_path / str(i), target, i, base_model_name_or_path=base) for i, base in enumerate(bases)]
+    with LLM(str(model), **ENGINE, lora_modules=[f"first={paths[0]}"], lora_dir=str(tmp_path)) as llm:
+        for i, path in enumerate(paths):
+            llm.load_adapter(f"a{i}", path)
+        assert len(llm.generate(PROMPTS[:1], GREEDY, adapter="first")[0].token_ids) == 24
+    found = [one.getMessage() for one in caplog.records if "was trained on" in one.getMessage()]
+    assert [name in one for one, name in zip(found, ("'first'", "'a0'"), strict=True)] == [True, True]
+    assert all(bases[0] in one and str(model) in one for one in found)

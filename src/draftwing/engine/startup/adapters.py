@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from draftwing.config.adapters import DEFAULT_HEAD_RANK, DEFAULT_RANK, AdapterCard
+from draftwing.config.adapters import DEFAULT_HEAD_RANK, DEFAULT_RANK, AdapterCard, may_be_one
 from draftwing.config.options import Options
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.adapters.adapter import Adapter, AdapterSlots
@@ -94,6 +94,9 @@ def checked_adapter(
             f"{adapter.rank}"
         )
     adapter = replace(slots.targets.fit(adapter), head=own_head(name, path, heads))
-    if adapter.base and Path(adapter.base).name.lower() not in {Path(one).name.lower() for one in options.model_names}:
-        log.info("the adapter %r was trained on %r; it fits the model that is served", name, adapter.base[:200])
+    if not may_be_one(adapter.base, options.model):
+        log.warning(
+            "the adapter %r was trained on %r (base_model_name_or_path), and %r is served: its matrices fit, what it "
+            "answers may not be what it was trained for", name, adapter.base[:200], options.model,
+        )  # fmt: skip
     return AdapterCard(name, str(path), adapter.digest, adapter.rank, adapter.base), adapter
