@@ -7,8 +7,10 @@ import struct
 from pathlib import Path
 from types import SimpleNamespace
 
+import moe_models
 import pytest
 import torch
+from models.adapters.test_families import PARAMETERS, write
 from safetensors.torch import load_file, save
 from tiny_adapters import write_adapter
 from tiny_checkpoint import write_checkpoint
@@ -22,6 +24,7 @@ from draftwing.models.adapters.adapter import Adapter, AdapterSlots
 from draftwing.models.adapters.files import digest_of_bytes
 from draftwing.models.adapters.read import read_adapter
 from draftwing.models.adapters.stored import read_whole, tensors_of
+from draftwing.models.decoder import WIDE
 from draftwing.models.loader import load_model
 
 
@@ -194,3 +197,36 @@ def test_memory_that_is_asked_for_ahead() -> None:
     spare.fill(memory, 0)
     assert asked[4:] == [3, 5]
     assert [len(part) for part in spare.take(memory)] == [3, 5] and asked[6:] == [5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lies", ["turned", "apart", "alone"])
+def test_bits_stay_when_their_tensor_goes(dtype: torch.dtype, lies: str) -> None:
+    """Of tensors that lie otherwise, as those of an expert among all and of a head, a copy has them."""
+    own = torch.randn(16, 3, 40, dtype=torch.float64).to(dtype)
+    views = {"turned": own.permute(0, 2, 1), "apart": own[..., ::2], "alone": own[:, :2]}[lies].unbind(0)
+    found = [image.bits_of(one) for one in views]
+    again = [torch.full_like(one.contiguous(), torch.nan) for one in views]  # memory that was given back is taken
+    for bits, one in zip(found, views, strict=True):
+        kind = torch.int32 if dtype == torch.float32 else torch.int16
+        assert torch.equal(torch.from_numpy(bits.copy()), one.contiguous().view(kind))
+    assert len(again) == len(found)
+
+
+@pytest.mark.parametrize("kind", ["deepseek-v2", "glm4-moe"])
+def test_an_image_of_factors_that_are_parts_of_others(tmp_path: Path, kind: str) -> None:
+    """Of all experts, and of latents' heads, which lie by columns in a file."""
+    theirs = moe_models.reference(kind)
+    theirs.save_pretrained(tmp_path / "model")
+    experts = {name: value for name, value in theirs.named_parameters() if name.endswith(PARAMETERS)}
+    named = theirs.named_modules()
+    heads = {name: one.weight for name, one in named if name.endswith(".kv_b_proj")}
+    with torch.no_grad():
+        write(tmp_path / "adapter", heads, experts)
+    one, other = (AdapterSlots(load_model(tmp_path / "model", torch.float32, "cpu"), 2, 3, wide=WIDE) for _ in range(2))
+    adapter = one.targets.fit(read_adapter(tmp_path / "adapter", one.targets.config, 1 << 24))
+    one.fill(1, torch.cat(list(one.imaged(adapter, memory).image)))
+    other.put(1, adapter)
+    for name, weights in one.weights.items():
+        for found, expected in zip(weights[:4], other.weights[name][:4], strict=True):
+            assert torch.equal(found, expected), name

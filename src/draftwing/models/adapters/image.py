@@ -164,12 +164,12 @@ def call_for_all(names: Sequence[T], write: Callable[[T], None]) -> None:
 
 
 def bits_of(tensor: Tensor) -> NDArray[Any]:
-    """Returns the bits of a tensor of the host."""
+    """Returns the bits of a tensor of the host, which hold its memory."""
     whole = tensor.contiguous()
     start, storage = whole.storage_offset(), whole.untyped_storage()
-    address = ctypes.cast(storage.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
-    found = np.ctypeslib.as_array(address, (storage.nbytes(),))
-    part = found[start * whole.itemsize : (start + whole.numel()) * whole.itemsize]
+    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    memory.owner = whole  # type: ignore[attr-defined]  # else a copy is gone before it is read
+    part = np.ctypeslib.as_array(memory)[start * whole.itemsize : (start + whole.numel()) * whole.itemsize]
     return part.view(_BITS[whole.itemsize]).reshape(whole.shape)
 
 
