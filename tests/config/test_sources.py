@@ -291,6 +291,7 @@ WRONG = {  # of fields that have aliases: a value each, and what is said of it
     "speculative_algorithm": ("", "must not be empty"), "speculative_draft_model_path": ("", "must not be empty"),
     "speculative_ngram_branch_length": ("257", "must be at most 256"),
     "lora_modules": ("", "must not be empty"), "max_loras": ("257", "must be at most 256"),
+    "max_cpu_loras": ("0", "must be at least 1"),
 }  # fmt: skip
 
 

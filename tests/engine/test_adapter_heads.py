@@ -430,6 +430,50 @@ def test_names_of_one_adapter_have_each_its_own_head(bench: Bench, tmp_path: Pat
         assert llm.engine.stats()["adapter_loads"] == 1, "the adapter itself is one"
 
 
+@pytest.mark.parametrize("learnt", [False, True])
+def test_heads_are_read_again_from_their_files(
+    bench: Bench, tmp_path: Path, learnt: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one of them in memory. Where the file is another one by then, the adapter is served without it."""
+    folders = {name: Path(shutil.copytree(bench.own, tmp_path / name)) for name in ("good", "bad")}
+    write_adapter(folders["bad"] / "other", bench.target, 5, strength=0.1)  # so that each has a slot of its own
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(folders["bad"] / "other" / file, folders["bad"] / file)
+    heads = {name: folder / "draft_head" for name, folder in folders.items()}
+    shutil.rmtree(heads["bad"])
+    negated(bench.own / "draft_head", heads["bad"])
+    given = [f"{name}={folder}" for name, folder in folders.items()]
+    if learnt:
+        for name, head in heads.items():
+            heads[name] = head.rename(tmp_path / f"{name}_head")
+
+    def learn(llm: LLM) -> None:
+        for name, head in heads.items() if learnt else ():
+            llm.engine.swap_draft(head, stored_digest(folders[name]))
+
+    every = [*range(len(bench.prompts))]
+    with LLM(**options(bench, lora_modules=given, max_lora_head_rank=5)) as llm:
+        without = {name: counted(llm, bench, name) for name in folders} if learnt else {}
+        learn(llm)
+        expected = {name: counted(llm, bench, name) for name in folders}
+        texts = [one.token_ids for one in llm.generate(bench.prompts, {"temperature": 0}, adapter="good")]
+    with LLM(**options(bench, lora_modules=given, max_lora_head_rank=5, max_loras=1, max_cpu_loras=1)) as llm:
+        learn(llm)
+        for name in ("good", "bad", "good", "good", "bad"):
+            assert counted(llm, bench, name) == expected[name], name
+        negated(heads["good"], tmp_path / "changed")
+        shutil.rmtree(heads["good"])
+        (tmp_path / "changed").rename(heads["good"])
+        for _ in range(2):
+            found = counted(llm, bench, "good")
+            assert steps(found, every) > 1.1 * steps(expected["good"], every)
+            assert found == without.get("good", found)
+            assert counted(llm, bench, "bad") == expected["bad"]
+        assert [one.token_ids for one in llm.generate(bench.prompts, {"temperature": 0}, adapter="good")] == texts
+        assert str(heads["good"]) in caplog.text
+        assert llm.engine.idle()
+
+
 def test_no_head_reads_what_another_has_cached(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """While both are tried, and behind it: a request finds its prompt cached as its own head left it."""
     prompts = [[*prompt, *prompt[:5], *prompt] for prompt in bench.prompts]

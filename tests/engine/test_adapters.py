@@ -165,9 +165,10 @@ def test_32_adapters_take_turns_in_a_few_slots(target: Path, tmp_path: Path, dra
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("drafter", ["EAGLE3", pytest.param("NEXTN", marks=pytest.mark.exhaustive),
                                      pytest.param("DFLASH", marks=pytest.mark.exhaustive)])  # fmt: skip
-def test_adapters_that_come_and_go_under_load(tmp_path: Path, drafter: str, ranks: int) -> None:
-    """Of eight files six have a name, two a slot: a request has what its name meant when it came, whatever is loaded
-    and unloaded until it ends."""
+@pytest.mark.parametrize("most", [pytest.param(None, marks=pytest.mark.exhaustive), 1])
+def test_adapters_that_come_and_go_under_load(tmp_path: Path, drafter: str, ranks: int, most: int | None) -> None:
+    """Of eight files six have a name, two a slot, and `most` are in memory: a request has what its name meant when it
+    came, whatever is loaded and unloaded until it ends."""
     target, drafts, ends = drafting(drafter, tmp_path)
     every = [write_adapter(tmp_path / f"a{i}", target, i, rank=1 + i % 5, strength=0.3) for i in range(8)]
     prompts = [[*PROMPTS[i], ends[i]] for i in range(4)]
@@ -182,7 +183,7 @@ def test_adapters_that_come_and_go_under_load(tmp_path: Path, drafter: str, rank
             llm.load_adapter("x", path, replace=True)
             alone.append([llm.generate(*one, adapter="x")[0].token_ids for one in zip(prompts, params, strict=True)])
     draw, named, asked, left = random.Random(ranks), dict[str, int](), list[tuple[int, int]](), 0
-    with LLM(str(target), **kind, **drafts, tp_size=ranks) as llm:
+    with LLM(str(target), **kind, **drafts, tp_size=ranks, max_cpu_loras=most) as llm:
         engine, found = llm.engine, [list[int]() for _ in range(45)]
         while len(asked) < len(found) or left:
             name, what = draw.choice("uvwxyz"), draw.random()
@@ -204,6 +205,7 @@ def test_adapters_that_come_and_go_under_load(tmp_path: Path, drafter: str, rank
         stats = engine.stats()
         assert engine.reporter.accept_length > 1.2 and stats["adapter_loads"] > 6, stats
         assert stats["adapters"] == len(named) and stats["adapters_on_device"] == 2
+        assert most == 1 or not stats["adapter_reads"]
     assert found == [alone[which][i] for which, i in asked]
     assert len({tuple(text) for text in found}) > 16
 

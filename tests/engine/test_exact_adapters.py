@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -259,7 +260,7 @@ def random_engine(harness, seed):
         graph_size=graph_size, ahead=draw.choice([0, 24]), mixed=draw.random() < 0.3 and not graph_size,
     )  # fmt: skip
     todo, aborted, found = list(range(len(prompts))), set(), Answers()
-    swapped = Swapped(rig, adapters, slots, draw)
+    swapped = Swapped(rig, adapters, slots, draw, random.Random(seed).choice([None, 1, 2]))
 
     def between(turn):
         swapped.turn(found)
@@ -291,14 +292,19 @@ def random_engine(harness, seed):
 
 
 class Swapped:
-    """The adapters of a rig as an engine has them: by names that come and go, in slots that others have next."""
+    """The adapters of a rig as an engine has them: by names that come and go, in slots that others have next, and a few
+    in memory."""
 
-    def __init__(self, rig, adapters, slots, draw):
+    def __init__(self, rig, adapters, slots, draw, most=None):
         targets = rig.executor.adapters.targets
         self.rig, self.draw, self.time, self.slots = rig, draw, 0.0, slots
         self.adapters, self.ended = [targets.fit(one) for one in adapters], set()
         put, rank = partial(rig.executor.run_on_all_ranks, Executor.put_adapter), max(one.rank for one in adapters)
-        self.own = EngineAdapters(slots, rank, put, lambda slot, head: None, lambda asked: 0, lambda: self.time)
+        known = {one.digest: one for one in self.adapters}
+        files = SimpleNamespace(again=lambda card: known[card.digest], imaged=lambda adapter: adapter)
+        self.own = EngineAdapters(
+            slots, rank, put, lambda slot, head: None, lambda asked: 0, lambda: self.time, files, most
+        )
 
     def submit(self, uid, prompt, params, which):
         if which == 0:

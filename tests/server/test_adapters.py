@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -244,6 +245,30 @@ def test_metrics_tell_how_often_slots_change(url: str) -> None:
     assert numbers() == before | {"adapter_loads_total": before["adapter_loads_total"] + 1}
     for name in ("second", "third"):
         assert post(url, UNLOAD, lora_name=name).status_code == 200
+
+
+def test_adapters_that_are_not_in_memory(folder: Path, texts: dict[str, str], tmp_path: Path) -> None:
+    """Are read again; a client whose adapter cannot be is told so, and the server goes on."""
+    place = tmp_path / "second"
+    shutil.copytree(folder / "below/second", place)
+    command = (
+        f"--model {folder / 'tiny'} --served-model-name base --lora-modules first={folder / 'first'} second={place} "
+        f"third={folder / 'below/third'} --max-loaded-loras 1 --max-loras 1 --dtype float32 --max-total-tokens 8192 "
+        f"--api-key-file {folder / 'keys.toml'} --speculative-algorithm none"
+    )
+    with launched(command) as (_, url):
+        for name in ("first", "second", "third", "first"):
+            assert completed(url, name).json()["choices"][0]["text"] == texts[name]
+        (place / "adapter_model.safetensors").unlink()
+        for more in ({}, {"stream": True}):
+            refused = completed(url, "second", **more)
+            assert refused.status_code == 500 or more, refused.text
+            assert "'second'" in refused.text and "load it again" in refused.text and str(place) not in refused.text
+        assert completed(url, "third").json()["choices"][0]["text"] == texts["third"]
+        time.sleep(1.1)  # for which numbers may be those of before
+        lines = httpx.get(f"{url}/metrics", headers=BOSS).text.splitlines()
+        (reads,) = [float(line.split(" ")[1]) for line in lines if line.startswith("draftwing:adapter_reads_total")]
+        assert reads >= 3
 
 
 def test_changed_files_are_another_adapter(url: str, folder: Path, texts: dict[str, str]) -> None:

@@ -128,6 +128,10 @@ class OptionFields:
         DEFAULT_SLOTS, MODEL, "adapters on the device at once, in requests that run; others are in memory and wait",
         aliases=("max_loras_per_batch",), minimum=1, maximum=256,
     )  # fmt: skip
+    max_cpu_loras: int | None = option(
+        None, MODEL, "adapters in the host's memory; others are read again from their files, which must not change "
+        "(default: all that are loaded)", aliases=("max_loaded_loras",), minimum=1,
+    )  # fmt: skip
     max_lora_rank: int | None = option(
         None, MODEL, "largest rank of an adapter (default: that of --lora-modules, 16 at least)", minimum=1,
         maximum=256,

@@ -9,18 +9,25 @@ import dataclasses
 import logging
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftwing.config.adapters import AdapterCard
-from draftwing.errors import ConfigError, NotFound, RequestError
+from draftwing.engine.adapter_memory import AdapterMemory, HeadFile, Held
+from draftwing.engine.startup.adapters import AdapterFiles
+from draftwing.errors import CheckpointError, ConfigError, NotFound, RequestError
 from draftwing.models.adapters.adapter import Adapter, digest_of, mixture
+from draftwing.models.adapters.files import folder_of
 from draftwing.requests.request import GenerationRequest
 from draftwing.sched.own_heads import OwnHeads
 from draftwing.sched.req import Req
 
 log = logging.getLogger("draftwing")
 NOT_SERVED = "adapters are not served: start with --lora-modules or --lora-dir"
+GONE = "its files are gone or have changed since it was loaded: load it again (load_inplace)"
 PATIENCE = 2.0  # seconds that a request may wait for a slot before those with adapters that have one wait behind it
 
 
@@ -36,6 +43,9 @@ class Places:
     def __len__(self) -> int:
         """Returns how many have something in them."""
         return len(self._held)
+
+    def __contains__(self, what: str) -> bool:
+        return what in self._held
 
     def take(self, what: str) -> tuple[int, bool] | None:
         """Returns the slot that has this from now on, and whether it is to be filled; None: others are used in all.
@@ -68,25 +78,35 @@ class Given(NamedTuple):
     judged: str
 
 
+class Named(NamedTuple):
+    """What a name stands for. ranks: of the adapter's matrices, by name.  head: that came with it."""
+
+    card: AdapterCard
+    ranks: Mapping[str, int]
+    head: HeadFile | None
+
+
 class EngineAdapters:
     """`add`, `remove`, `learn` and `hold` may come from any thread, all else is the engine's. Without slots none is
     served."""
 
     def __init__(
         self, slots: int, rank: int, put: Callable[[int, Adapter], None], put_head: Callable[[int, Adapter], None],
-        salt_of: Callable[[GenerationRequest], int], clock: Callable[[], float],
+        salt_of: Callable[[GenerationRequest], int], clock: Callable[[], float], files: AdapterFiles | None = None,
+        most: int | None = None, wake: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """rank: that slots have room for.  put: fills a slot of the device.  put_head: does so with a draft head of an
-        adapter's own, of which there are as many slots.  salt_of: what requests must share to share what is cached."""
+        adapter's own, of which there are as many slots.  salt_of: what requests must share to share what is cached.
+        files: reads again.  most: adapters in memory of the host, and such heads; None: all.  wake: makes the engine
+        turn, from any thread."""
         self._served, self._rank, self._put, self._put_head = slots > 0, rank, put, put_head
-        self._salt_of, self._clock = salt_of, clock
+        self._salt_of, self._clock, self._files, self._most = salt_of, clock, files, most
         self._lock = threading.Lock()
-        self._named: dict[str, tuple[Adapter, AdapterCard]] = {}
-        self._learnt: dict[str, Adapter] = {}  # draft heads in place of those that came with adapters of these digests
-        self._kept: dict[str, Adapter] = {}  # by digest: those with a name, and those of requests
+        self._named: dict[str, Named] = {}
+        self._learnt: dict[str, HeadFile] = {}  # in place of those that came with adapters of these digests
+        self._memory, self._head_memory = AdapterMemory(most, wake), AdapterMemory(most, wake)
         self._places, self._heads = Places(slots), Places(slots)
-        self._users: Counter[str] = Counter()  # requests by digest, that wait or run
-        self._of: dict[str, tuple[str, Adapter | None]] = {}  # of each such request, by uid: digest, and its own head
+        self._of: dict[str, Held] = {}  # of each request that waits or runs, by uid
         self._given: dict[str, Given] = {}  # by uid, to those that run
         self._judged = OwnHeads()
         self._waiting: deque[tuple[float, Req]] = deque()  # with since when
@@ -95,24 +115,31 @@ class EngineAdapters:
     def add(self, card: AdapterCard, adapter: Adapter, replace: bool = False) -> None:
         """Has an adapter under a name. Raises ConfigError where another one has it, unless that is to be replaced:
         requests that came before keep the one they have."""
+        ranks = {name: len(one.down) for name, one in adapter.factors.items()}
         with self._lock:
             known = self._named.get(card.name)
-            if known is not None and known[1].digest != card.digest and not replace:
+            if known is not None and known.card.digest != card.digest and not replace:
                 raise ConfigError(
                     f"the adapter {card.name!r} is there already, and is another one: unload it first, or ask for it "
                     "to be replaced (load_inplace)"
                 )
-            kept = self._kept.setdefault(card.digest, adapter)  # the same under another name, or before
-            self._named[card.name] = dataclasses.replace(kept, head=adapter.head), card
+            self._memory.put(card.digest, dataclasses.replace(adapter, head=None))
+            head = None
+            if adapter.head is not None:
+                head = HeadFile(adapter.head.digest, folder_of(Path(card.path)))
+                self._head_memory.put(head.digest, adapter.head)
+            self._named[card.name] = Named(card, ranks, head)
             self._drop_unused()
 
-    def learn(self, digest: str, head: Adapter | None) -> None:
-        """Has requests to come with an adapter draft with this head, None: with that which came with it. Those that run
-        go on with what they have."""
+    def learn(self, digest: str, folder: Path | None, head: Adapter | None) -> None:
+        """Has requests to come with an adapter draft with the head of this folder, None: with that which came with it.
+        Those that run go on with what they have."""
         with self._lock:
             self._learnt.pop(digest, None)
-            if head is not None:
-                self._learnt[digest] = head
+            if head is not None and folder is not None:
+                self._learnt[digest] = HeadFile(head.digest, folder)
+                self._head_memory.put(head.digest, head)
+            self._drop_unused()
 
     def remove(self, name: str) -> None:
         """Forgets a name; requests that have the adapter go on. Raises NotFound."""
@@ -122,7 +149,7 @@ class EngineAdapters:
             self._drop_unused()
 
     def hold(self, asked: Sequence[tuple[str, float]], uid: str) -> str:
-        """Returns the digest of an adapter, or of several as one, which is kept until the request of this uid has
+        """Returns the digest of an adapter, or of several as one, which the request of this uid has until it has
         `ended`, whatever becomes of the names. Raises NotFound, and RequestError for a uid that has one already, or for
         more than a slot has room for. asked: names, and what scales are multiplied with."""
         with self._lock:
@@ -131,54 +158,71 @@ class EngineAdapters:
                 known = self._named.get(name)
                 if known is None:
                     raise self._unknown(name)
-                parts.append((known[0], times))
+                parts.append((known, times))
             if uid in self._of:
                 raise RequestError(f"uid: expected one of its own, found {uid!r}, which a live request has", "uid")
-            digest = digest_of(parts)
-            if digest not in self._kept:
-                made = mixture(parts, digest)
-                if made.rank > self._rank:
-                    raise RequestError(
-                        f"lora: expected adapters with a rank of at most {self._rank} together, found {made.rank}: "
-                        f"start with --max-lora-rank {made.rank}", "lora",
-                    )  # fmt: skip
-                self._kept[digest] = made
-            alone = parts[0][0] if digest == parts[0][0].digest else None
-            self._of[uid] = digest, alone and self._learnt.get(digest, alone.head)
-            self._users[digest] += 1
+            first, cards = parts[0][0], tuple((known.card, times) for known, times in parts)
+            digest = digest_of([(card.digest, times) for card, times in cards])
+            alone = digest == first.card.digest
+            if not alone:
+                self._mix(digest, parts)
+            held = Held(digest, cards, self._learnt.get(digest, first.head) if alone else None)
+            self._of[uid] = held
+            self._memory.need(digest)
+            if held.head is not None:
+                self._head_memory.need(held.head.digest)
             return digest
 
     @property
     def cards(self) -> list[AdapterCard]:
         with self._lock:
-            return [card for _, card in self._named.values()]
+            return [known.card for known in self._named.values()]
 
     @property
     def stats(self) -> dict[str, Any]:
         if not self._served:
             return {}
-        return {"adapters": len(self._named), "adapters_on_device": len(self._places), "adapter_loads": self.loads}
+        return {
+            "adapters": len(self._named), "adapters_on_device": len(self._places), "adapter_loads": self.loads,
+            "adapters_in_memory": len(self._memory), "adapter_reads": self._memory.reads,
+        }  # fmt: skip
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def enter(self, req: Req) -> bool:
         """Takes a new request with an adapter, which is held; returns whether that has a slot now, which `req` gets.
         Others wait for `next`."""
-        late = bool(self._waiting) and self._clock() - self._waiting[0][0] > PATIENCE
-        if not late and self._give(req):
+        if not self._impatient() and self._give(req):
             return True
         self._waiting.append((self._clock(), req))
+        self._fetch()
         return False
 
     def next(self) -> Req | None:
         """Returns the next of those that wait whose adapter has a slot now."""
+        found = None
         for i, (_, req) in enumerate(self._waiting):
             if self._give(req):
                 del self._waiting[i]
-                return req
-            if i == 0 and self._clock() - self._waiting[0][0] > PATIENCE:
-                return None
-        return None
+                found = req
+                break
+            if i == 0 and self._impatient():
+                break
+        self._fetch()
+        return found
+
+    def unreadable(self) -> Iterator[tuple[Req, str]]:
+        """Yields those that wait, which they do not any more, for what could not be read again, and why in words. A
+        draft head that could not be read drafts no more; the adapter is served without it."""
+        if heads := self._head_memory.take_failed():
+            self._forget_heads(heads)
+        if not (failed := self._memory.take_failed()):
+            return
+        lost = [req for _, req in self._waiting if self._of[req.uid].digest in failed]
+        self._waiting = deque(one for one in self._waiting if one[1] not in lost)
+        for req in lost:
+            names = self._of[req.uid].names
+            yield req, f"the adapter {names} is not in memory any more (--max-cpu-loras {self._most}), and {GONE}"
 
     def drop(self, uid: str) -> Req | None:
         """Returns a request that waits, which does not any more."""
@@ -200,43 +244,125 @@ class EngineAdapters:
 
     def ended(self, requests: Mapping[str, Mapping[str, Any]]) -> None:
         """Notes requests that gave out their last output, or never came. requests: by uid, what outputs say of them."""
+        ended = False
         with self._lock:
             for uid, meta in requests.items():
-                digest, _ = self._of.pop(uid, ("", None))
-                if not digest:
+                if (held := self._of.pop(uid, None)) is None:
                     continue
-                if (given := self._given.pop(uid, None)) is not None:
-                    self._places.leave(digest)
+                if (given := self._given.pop(uid, None)) is None:
+                    self._release(held)
+                else:
+                    self._places.leave(held.digest)
                     if given.head:
                         self._heads.leave(given.head)
                     self._judge(given, meta)
-                self._users[digest] -= 1
-                if not self._users[digest]:
-                    del self._users[digest]
-                    self._drop_unused()
+                ended = True
+            if ended:
+                self._drop_unused()
 
     def _give(self, req: Req) -> bool:
-        digest, head = self._of[req.uid]
-        place = self._places.take(digest)
-        if place is None:
+        held = self._of[req.uid]
+        if not self._at_hand(held) or (place := self._places.take(held.digest)) is None:
             return False
         req.adapter, new = place
         if new:
-            self._put(req.adapter, self._kept[digest])
+            self._put(req.adapter, self._in_memory(self._memory, held.digest))
             self.loads += 1
-        req.drafts_as, key = digest, "" if head is None else f"{digest}/{head.digest}"
+        req.drafts_as, key, head = held.digest, held.head_key, held.head
         own = bool(key) and self._judged.next(key)
-        self._given[req.uid] = Given(digest, "", "" if own else key)
+        self._given[req.uid] = Given(held.digest, "", "" if own else key)
         if own and head is not None and (place := self._heads.take(key)) is not None:
             req.head, new = place
             if new:
-                self._put_head(req.head, head)
+                self._put_head(req.head, self._in_memory(self._head_memory, head.digest))
             req.drafts_as = key
-            self._given[req.uid] = Given(digest, key, key)
+            self._given[req.uid] = Given(held.digest, key, key)
             if req.salt == self._salt_of(req.request):  # else its client was forgotten meanwhile
                 req.request = req.request._replace(adapter_digest=key)
                 req.salt = self._salt_of(req.request)
+        self._release(held)
         return True
+
+    def _impatient(self) -> bool:
+        """Returns whether the first of those that wait has waited long for a slot alone."""
+        if not self._waiting or self._clock() - self._waiting[0][0] <= PATIENCE:
+            return False
+        return self._at_hand(self._of[self._waiting[0][1].uid])
+
+    # -- memory of the host -----------------------------------------------------------------------------------------
+
+    def _at_hand(self, held: Held) -> bool:
+        """Returns whether nothing of it is to be read first."""
+        if held.digest not in self._places and held.digest not in self._memory:
+            return False
+        return held.head is None or held.head_key in self._heads or held.head.digest in self._head_memory
+
+    def _in_memory(self, memory: AdapterMemory, digest: str) -> Adapter:
+        found = memory.get(digest)
+        assert found is not None, "what a request needs stays"
+        return found
+
+    def _fetch(self) -> None:
+        """Has what those that wait lack be read, for the first of them first."""
+        if self._most is None or self._files is None:
+            return
+        for i, (_, req) in enumerate(self._waiting):
+            if self._memory.busy and self._head_memory.busy:
+                return
+            held = self._of[req.uid]
+            if held.digest not in self._places and held.digest not in self._memory:
+                self._memory.fetch(held.digest, partial(self._made, self._files, held), i == 0)
+            head = held.head
+            if head is not None and held.head_key not in self._heads and head.digest not in self._head_memory:
+                self._head_memory.fetch(head.digest, partial(self._files.head_again, head.folder, head.digest), i == 0)
+
+    def _made(self, files: AdapterFiles, held: Held) -> Adapter:
+        """Returns what a request has asked for, of files where it is not in memory. Raises CheckpointError."""
+        parts = [(self._memory.get(card.digest) or self._again(files, card), times) for card, times in held.parts]
+        if held.digest == parts[0][0].digest:
+            return files.imaged(parts[0][0])
+        return mixture(parts, held.digest)
+
+    def _again(self, files: AdapterFiles, card: AdapterCard) -> Adapter:
+        with self._lock:
+            others = [known.card for known in self._named.values() if known.card.digest == card.digest]
+        for one in others:
+            with suppress(CheckpointError):  # the same adapter under another name lies elsewhere
+                return files.again(one)
+        return files.again(card)
+
+    def _mix(self, digest: str, parts: Sequence[tuple[Named, float]]) -> None:
+        """Makes one of several that are in memory, or one with another scale. Raises RequestError."""
+        ranks = Counter[str]()
+        for known, _ in parts:
+            ranks.update(known.ranks)
+        if (rank := max(ranks.values(), default=1)) > self._rank:
+            raise RequestError(
+                f"lora: expected adapters with a rank of at most {self._rank} together, found {rank}: "
+                f"start with --max-lora-rank {rank}", "lora",
+            )  # fmt: skip
+        found = [(self._memory.get(known.card.digest), times) for known, times in parts]
+        there = [(adapter, times) for adapter, times in found if adapter is not None]
+        if digest not in self._memory and len(there) == len(parts):
+            self._memory.put(digest, mixture(there, digest))
+
+    def _release(self, held: Held) -> None:
+        self._memory.release(held.digest)
+        if held.head is not None:
+            self._head_memory.release(held.head.digest)
+
+    def _forget_heads(self, digests: set[str]) -> None:
+        """Has requests, those that wait included, draft with the model's head in place of these."""
+        with self._lock:
+            for name, known in self._named.items():
+                if known.head is not None and known.head.digest in digests:
+                    self._named[name] = known._replace(head=None)
+                    log.warning("the draft head of the adapter %r is not used any more: load it again", name)
+            self._learnt = {key: head for key, head in self._learnt.items() if head.digest not in digests}
+            for uid, held in self._of.items():
+                if held.head is not None and held.head.digest in digests and uid not in self._given:
+                    self._head_memory.release(held.head.digest)
+                    self._of[uid] = held._replace(head=None)
 
     def judge_anew(self) -> None:
         """Forgets which draft heads are better, for the model's is another one now: what runs says nothing of that."""
@@ -248,16 +374,17 @@ class EngineAdapters:
         """Learns of a request that has ended how good its draft head is."""
         counts = meta.get("spec_num_correct_drafts", 0), meta.get("spec_verify_ct", 0)
         if given.judged and self._judged.ended(given.judged, bool(given.head), *counts) is False:
-            names = [name for name, (_, card) in self._named.items() if card.digest == given.adapter]
+            names = [name for name, known in self._named.items() if known.card.digest == given.adapter]
             log.warning(
                 "the adapters' own draft head of %s is accepted less often than the model's, which drafts in its place",
                 ", ".join(map(repr, names)) or "an adapter that is not loaded any more",
             )  # fmt: skip
 
     def _drop_unused(self) -> None:
-        named = {card.digest for _, card in self._named.values()}
-        for digest in [one for one in self._kept if one not in named and not self._users[one]]:
-            del self._kept[digest]
+        named, held = self._named.values(), self._of.values()
+        self._memory.keep({known.card.digest for known in named} | {one.digest for one in held})
+        heads = {*(known.head for known in named), *self._learnt.values(), *(one.head for one in held)}
+        self._head_memory.keep({head.digest for head in heads if head is not None})
 
     def _unknown(self, name: str) -> NotFound:
         if not self._served:

@@ -41,7 +41,7 @@ from draftwing.engine.loop import Loop, PageTableCheck
 from draftwing.engine.provenance import StoredFile, model_files, provenance_of
 from draftwing.engine.saved_prefixes import SavedPrefixes
 from draftwing.engine.sleep import Sleep
-from draftwing.engine.startup.adapters import NO_HEADS, checked_adapter
+from draftwing.engine.startup.adapters import NO_HEADS, AdapterFiles
 from draftwing.engine.startup.compiler_process import Compiler
 from draftwing.engine.startup.info import info_of
 from draftwing.engine.startup.models import draft_path_of
@@ -148,11 +148,14 @@ class Engine:
         self._heartbeat.watch_compilers()
         self._seeds = random.Random(options.random_seed)
         self._searches = Searches()
+        slots, heads = executor.adapters, executor.head_slots
+        self._files = None if slots is None else AdapterFiles(slots, heads, options, executor.device)
         self._adapters = EngineAdapters(
-            0 if executor.adapters is None else options.max_loras, options.max_lora_rank or 0,
+            0 if slots is None else options.max_loras, options.max_lora_rank or 0,
             partial(executor.run_on_all_ranks, Executor.put_adapter),
             partial(executor.run_on_all_ranks, Executor.put_head),
             lambda request: self._clients.namespaces.of(request), time.monotonic,
+            self._files, options.max_cpu_loras, self.wake,
         )  # fmt: skip
 
     def _watch(self, plan: Plan, result: StepResult) -> None:
@@ -233,10 +236,9 @@ class Engine:
         to come; None for the one that came with it. Raises CheckpointError and ConfigError, of any rank, before
         anything changes."""
         if adapter:
-            slots = self.parts.executor.head_slots
-            if slots is None:
+            if self._files is None or self.parts.executor.head_slots is None:
                 raise ConfigError(NO_HEADS)
-            self._adapters.learn(adapter, None if folder is None else slots.read(folder))
+            self._adapters.learn(adapter, folder, None if folder is None else self._files.head(folder))
             log.info("drafts for the adapter %s come from %s", adapter, folder or "what came with it")
             return
         with self._loading:
@@ -251,14 +253,14 @@ class Engine:
     def load_adapter(self, name: str, path: Path, replace: bool = False) -> AdapterCard:
         """Reads an adapter, which requests have by this name from now on. From any thread; what runs goes on. replace:
         whether one of this name may be there that is another. Raises CheckpointError and ConfigError."""
-        slots = self.parts.executor.adapters
-        if slots is None:
+        if self._files is None:
             raise ConfigError(NOT_SERVED)
         check_name(name, self.options.model_names)
-        card, adapter = checked_adapter(name, path, slots, self.parts.executor.head_slots, self.options)
-        device = self.parts.executor.device
-        adapter, head = slots.imaged(adapter, device.host_memory), adapter.head
-        if adapter.image and self.options.lora_dir and device.has_own_memory:  # others may be loaded
+        card, adapter = self._files.read(name, path)
+        slots, device, head = self.parts.executor.adapters, self.parts.executor.device, adapter.head
+        if (
+            slots is not None and adapter.image and self.options.lora_dir and device.has_own_memory
+        ):  # others may be loaded
             threading.Thread(target=slots.spare.fill, args=(device.host_memory,), name="adapter", daemon=True).start()
         self._adapters.add(card, adapter, replace)
         of_head = "" if head is None else f", a draft head of its own: rank {head.rank}, {head.nbytes / 1e6:.1f} MB"
@@ -337,11 +339,13 @@ class Engine:
         return {**slots.stats(), "snapshot_bytes": slots.kept * each}
 
     def idle(self) -> bool:
-        return self._loop.idle and self._input.empty and not self._sleep.asked
+        return self._loop.idle and self._input.empty and not self._adapters and not self._sleep.asked
 
     def step(self, block: bool = False) -> list[Output]:
         """Runs one turn of the loop. block: with nothing to do, wait for a request first."""
-        if block and self._loop.idle and not self._sleep.asked:
+        if self._loop.idle and self._adapters:
+            self._input.wait(IDLE_SECONDS)  # for what is read again: whoever reads wakes it up
+        elif block and self._loop.idle and not self._sleep.asked:
             self._wait()
         with self._turning, self._heartbeat.step():
             if not self._sleep.look():
@@ -350,6 +354,7 @@ class Engine:
             if (slack := self._loop.slack) > 0:
                 self._input.wait(slack)  # who comes meanwhile can be in the next step
             self._receive_ended()
+            self._refuse_adapted()
             self._receive_new()
             self._swap()
             if self._saved is not None:
@@ -505,10 +510,15 @@ class Engine:
             if not req.request.adapters or self._adapters.enter(req):
                 self._schedule(req)
 
-    def _receive_adapted(self) -> None:
-        """Takes requests that waited for a slot for their adapter."""
+    def _refuse_adapted(self) -> None:
+        """Ends requests whose adapter had no slot in time, or cannot be read again."""
         for req in self._adapters.expired(time.monotonic()):
             self.parts.sched.refuse(req, TIMED_OUT)
+        for req, why in self._adapters.unreadable():
+            self.parts.sched.refuse(req, why, 500)
+
+    def _receive_adapted(self) -> None:
+        """Takes requests that waited for a slot for their adapter."""
         while (found := self._adapters.next()) is not None:
             self._schedule(found)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from draftwing.config.adapters import DEFAULT_HEAD_RANK, DEFAULT_RANK, AdapterCard, may_be_one
 from draftwing.config.options import Options
+from draftwing.engine.devices.base import Device
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.models.adapters.adapter import Adapter, AdapterSlots
 from draftwing.models.adapters.files import folder_of
@@ -21,6 +22,7 @@ NO_HEADS = (
     "expected a drafter with a head of the model's own kinds (EAGLE, EAGLE3, one prediction layer), and "
     "--max-lora-head-rank of its rank"
 )
+CHANGED = "the files have changed since the adapter was loaded"
 
 
 def with_rank(options: Options) -> Options:
@@ -69,34 +71,64 @@ def head_slots(options: Options, drafter: Drafter | None) -> HeadSlots | None:
     return slots
 
 
-def own_head(name: str, path: Path, slots: HeadSlots | None) -> Adapter | None:
-    """Returns the draft head that lies beside an adapter; None where there is none, or none is served. Raises
-    CheckpointError."""
-    folder = folder_of(path)
-    if not folder.exists():
-        return None
-    if slots is None:
-        log.warning("the draft head of the adapter %r is not used: %s", name, NO_HEADS)
-        return None
-    return slots.read(folder)
+class AdapterFiles:
+    """Reads adapters that slots take, and draft heads of their own, from any thread."""
 
+    def __init__(self, slots: AdapterSlots, heads: HeadSlots | None, options: Options, device: Device) -> None:
+        """heads: slots of draft heads; None: none is served."""
+        self._slots, self._heads, self._options, self._device = slots, heads, options, device
 
-def checked_adapter(
-    name: str, path: Path, slots: AdapterSlots, heads: HeadSlots | None, options: Options
-) -> tuple[AdapterCard, Adapter]:
-    """Returns an adapter that slots take. heads: slots of draft heads. Raises CheckpointError."""
-    most = options.max_lora_rank
-    assert most is not None
-    adapter = read_adapter(path, slots.targets.config, slots.targets.most_bytes(most))
-    if adapter.rank > most:
-        raise CheckpointError(
-            f"{path}: the adapter's rank is {adapter.rank}; slots have room for {most}: start with --max-lora-rank "
-            f"{adapter.rank}"
-        )
-    adapter = replace(slots.targets.fit(adapter), head=own_head(name, path, heads))
-    if not may_be_one(adapter.base, options.model):
-        log.warning(
-            "the adapter %r was trained on %r (base_model_name_or_path), and %r is served: its matrices fit, what it "
-            "answers may not be what it was trained for", name, adapter.base[:200], options.model,
-        )  # fmt: skip
-    return AdapterCard(name, str(path), adapter.digest, adapter.rank, adapter.base), adapter
+    def read(self, name: str, path: Path) -> tuple[AdapterCard, Adapter]:
+        """Returns an adapter with the draft head that lies beside it, as clients will know it. Raises
+        CheckpointError."""
+        adapter = replace(self._read(path), head=self._head_beside(name, path))
+        if not may_be_one(adapter.base, self._options.model):
+            log.warning(
+                "the adapter %r was trained on %r (base_model_name_or_path), and %r is served: its matrices fit, what "
+                "it answers may not be what it was trained for", name, adapter.base[:200], self._options.model,
+            )  # fmt: skip
+        return AdapterCard(name, str(path), adapter.digest, adapter.rank, adapter.base), self.imaged(adapter)
+
+    def again(self, card: AdapterCard) -> Adapter:
+        """Returns an adapter that was read before. Raises CheckpointError, also where it is another one now."""
+        adapter = self._read(Path(card.path))
+        if adapter.digest != card.digest:
+            raise CheckpointError(f"{card.path}: {CHANGED}")
+        return adapter
+
+    def head_again(self, folder: Path, digest: str) -> Adapter:
+        """Returns a draft head that was read before. Raises CheckpointError, also where it is another one now."""
+        head = self.head(folder)
+        if head.digest != digest:
+            raise CheckpointError(f"{folder}: {CHANGED}")
+        return head
+
+    def head(self, folder: Path) -> Adapter:
+        """Returns the draft head of a folder. Raises CheckpointError, and ConfigError where none is served."""
+        if self._heads is None:
+            raise ConfigError(NO_HEADS)
+        return self._heads.read(folder)
+
+    def imaged(self, adapter: Adapter) -> Adapter:
+        """Returns the adapter as slots are filled with it."""
+        return self._slots.imaged(adapter, self._device.host_memory)
+
+    def _read(self, path: Path) -> Adapter:
+        targets, most = self._slots.targets, self._options.max_lora_rank
+        assert most is not None
+        adapter = read_adapter(path, targets.config, targets.most_bytes(most))
+        if adapter.rank > most:
+            raise CheckpointError(
+                f"{path}: the adapter's rank is {adapter.rank}; slots have room for {most}: start with "
+                f"--max-lora-rank {adapter.rank}"
+            )
+        return targets.fit(adapter)
+
+    def _head_beside(self, name: str, path: Path) -> Adapter | None:
+        folder = folder_of(path)
+        if not folder.exists():
+            return None
+        if self._heads is None:
+            log.warning("the draft head of the adapter %r is not used: %s", name, NO_HEADS)
+            return None
+        return self._heads.read(folder)

@@ -75,11 +75,11 @@ class Adapter:
         return sum(one.down.nbytes + one.up.nbytes for one in self.factors.values())
 
 
-def digest_of(parts: Sequence[tuple[Adapter, float]]) -> str:
-    """Returns the digest of a `mixture`."""
+def digest_of(parts: Sequence[tuple[str, float]]) -> str:
+    """Returns the digest of a `mixture` of adapters with these digests."""
     if len(parts) == 1 and parts[0][1] == 1:
-        return parts[0][0].digest
-    return "+".join(f"{times!r}*{adapter.digest}" for adapter, times in parts)
+        return parts[0][0]
+    return "+".join(f"{times!r}*{digest}" for digest, times in parts)
 
 
 def mixture(parts: Sequence[tuple[Adapter, float]], digest: str) -> Adapter:
