@@ -256,9 +256,9 @@ def exact_dflash2(
     return Exact(still_target(plain, codes, successor), Checkpoint(tensors, head.config), successor, list(range(vocab)))
 
 
-def exact_masks() -> Exact:
+def exact_masks(**changes: Any) -> Exact:
     """`exact_eagle3` with masks for all drafts but the first, which it is right about."""
-    exact = exact_eagle3()
+    exact = exact_eagle3(**changes)
     hidden = exact.target.config["hidden_size"]
     tensors = exact.head.tensors | {"mask_hidden": Maker(5).matrix(1, 3 * hidden)}
     return exact._replace(head=Checkpoint(tensors, exact.head.config | {"pard_token": 5}))
