@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from draftwing.ops.adapters.spec import AdapterOps, AdapterWeights
 from draftwing.ops.fp8.spec import Fp8Blocks
 from draftwing.ops.gemm.contract import Gemm
 from draftwing.ops.gemm.gemms import GROUP_ROWS, DequantisedGemm, GroupGemm, dense_gemms
@@ -87,6 +88,20 @@ class GroupGemmOps(GemmOps):
         return [GroupGemm(self.gemm, weight, GROUP_ROWS), dequantised]
 
 
+class AdaptersByRow(AdapterOps):
+    """A row has the same bits among any number."""
+
+    def adapter_down(self, x: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None) -> Tensor:
+        each = [super(AdaptersByRow, self).adapter_down(x[i : i + 1], weights, slots[i : i + 1]) for i in range(len(x))]
+        return torch.cat(each) if each else super().adapter_down(x, weights, slots)
+
+    def adapter_up(
+        self, y: Tensor, made: Tensor, weights: AdapterWeights, slots: Tensor, plan: Tensor | None = None
+    ) -> None:
+        for row in (slice(i, i + 1) for i in range(len(y))):
+            super().adapter_up(y[row], made[row], weights, slots[row])
+
+
 class HalfRuntime(Runtime):
     def exact_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -95,7 +110,7 @@ class HalfRuntime(Runtime):
 class GroupTorchOps(TorchOps):
     def __init__(self, device: torch.device) -> None:
         self.made = self.make_gemms()
-        super().__init__(device, runtime=HalfRuntime(device), gemms=self.made)
+        super().__init__(device, runtime=HalfRuntime(device), gemms=self.made, adapters=AdaptersByRow())
 
     def make_gemms(self) -> GroupGemmOps:
         return GroupGemmOps()

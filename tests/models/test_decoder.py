@@ -739,9 +739,12 @@ def test_experts_that_are_quantised_one_by_one(tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], value, msg=name)
 
 
-def write_gpt_oss(folder: Path) -> transformers.PreTrainedModel:
+def write_gpt_oss(folder: Path, **sizes: Any) -> transformers.PreTrainedModel:
     """A checkpoint with experts in MXFP4, as gpt-oss is published, and the model that it is."""
-    reference, generator = random_reference("gpt-oss", intermediate_size=128), torch.Generator().manual_seed(0)
+    reference, generator = (
+        random_reference("gpt-oss", **{"intermediate_size": 128} | sizes),
+        torch.Generator().manual_seed(0),
+    )
     tensors: dict[str, Tensor] = {}
     for name, param in reference.named_parameters():
         if not name.endswith(("gate_up_proj", "down_proj")):
