@@ -256,7 +256,8 @@ class DecoderModel(nn.Module):
             if isinstance(linear, ExpertLinear):
                 linear.grouped = AdaptedGroups(self._queries, own, self._ops, linear.groups)
                 continue
-            linear.adapted = AdaptedWeight(self._queries, own, self._ops, linear.op.sums_over, deterministic)
+            one_way = deterministic and not linear.op.round_gates()
+            linear.adapted = AdaptedWeight(self._queries, own, self._ops, linear.op.sums_over, one_way)
         for layer in self.layers:
             if isinstance(layer, DecoderLayer):
                 layer.take_adapters(self._queries)
