@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine.tile_attention import TileAttention, paged
 from engine_rig import BLOCKS, CUDA, EXPERT_RANKS, RANKS, Answers, adapters_for, greedy
-from layer_kinds import config_of
+from layer_kinds import HYBRIDS, RECURRENT, config_of
 
 from draftwing.config.adapters import AdapterCard
 from draftwing.config.trees import PLAIN, TreeShape
@@ -24,6 +24,7 @@ from draftwing.engine.graphs import RecordedStages
 from draftwing.layers.config import ExpertConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.ops.experts.routing import Routing
+from draftwing.sched.state_slots import StateSizes
 
 CHAIN, TREE, BUSHY = TreeShape(4, 1, 5), TreeShape(4, 3, 11), TreeShape(2, 4, 9)
 PART = TreeShape(4, 3, 11, 4)  # of whose nodes the batch verifies 4 for each row
@@ -229,8 +230,15 @@ def random_engine(harness, seed):
     """Runs requests with adapters in an engine of which all is drawn; some are aborted. Returns how many drafts were
     accepted, and slots filled."""
     draw = random.Random(seed)
-    wide = draw.random() < 0.2
-    model = harness.model_of(grouped_config(), seed=seed % 7) if wide else harness.tiny_model(seed=seed % 7)
+    kind, states = draw.random(), None
+    if kind < 0.2:
+        model = harness.model_of(grouped_config(), seed=seed % 7)
+    elif kind < 0.7 or "ranks" in harness.name:  # some layers with states are on one rank alone
+        model = harness.tiny_model(seed=seed % 7)
+    else:
+        name, few = draw.choice([*RECURRENT]), draw.random() < 0.5
+        states = StateSizes(16, 8, 4) if few and name in HYBRIDS else None
+        model = harness.model_of(config_of(RECURRENT[name], harness.CONTEXT), seed=seed % 7)
     (whole,) = getattr(model, "whole", (model,))
     adapters = adapters_for(whole, [draw.randint(1, 12) for _ in range(draw.randint(1, 4))], seed, draw.random())
     prompts = harness.prompts_for(draw.randint(2, 8), seed=seed)
@@ -257,7 +265,7 @@ def random_engine(harness, seed):
         lag=draw.randint(0, 1),
         policy=harness.Cycle(*draw.sample(shapes, draw.randint(1, len(shapes)))) if drafter else None,
         slots=draw.choice([120, 200, 1000]), chunk=draw.choice([3, 8, 64]), radix=draw.random() < 0.8,
-        graph_size=graph_size, ahead=draw.choice([0, 24]), mixed=draw.random() < 0.3 and not graph_size,
+        graph_size=graph_size, ahead=draw.choice([0, 24]), mixed=draw.random() < 0.3 and not graph_size, states=states,
     )  # fmt: skip
     todo, aborted, found = list(range(len(prompts))), set(), Answers()
     swapped = Swapped(rig, adapters, slots, draw, random.Random(seed).choice([None, 1, 2]))
