@@ -144,6 +144,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi-3.5-moe": published("phi-3.5-moe") | SMALL | HEADS | {
         "num_local_experts": 16, "intermediate_size": 512, "rope_scaling": None, "num_nextn_predict_layers": 0,
     },
+    "laguna": published("laguna-xs.2") | SMALL | ROUTED | HEADS | {
+        "num_attention_heads_per_layer": [16, 32, 32, 32], "shared_expert_intermediate_size": 256,
+        "sliding_window": 64, "num_nextn_predict_layers": 0,
+    },
+    "olmo-hybrid": published("olmo-hybrid-7b") | SMALL | {
+        "num_attention_heads": 16, "num_key_value_heads": 16, "linear_num_key_heads": 8, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 128, "num_nextn_predict_layers": 0,
+    },
+    "gemma-3n": published("gemma-3n-e2b-it")["text_config"] | SMALL | HEADS | {
+        "architectures": ["Gemma3nForCausalLM"], "num_hidden_layers": 6, "intermediate_size": [2048] * 6,
+        "hidden_size_per_layer_input": 128, "vocab_size_per_layer_input": VOCAB, "sliding_window": 64,
+        "num_nextn_predict_layers": 0,
+    },
+    "north": published("north-mini-code-1.0") | SMALL | ROUTED | HEADS | {
+        "num_hidden_layers": 5, "intermediate_size": 256, "prefix_dense_intermediate_size": 2048, "sliding_window": 64,
+        "num_nextn_predict_layers": 0,
+    },
     "lfm3": published("lfm3-1.7b") | SMALL | HEADS | {
         "layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "sliding_window": 64,
         "num_nextn_predict_layers": 0,
@@ -216,7 +233,8 @@ def answers(folder: Path, args: argparse.Namespace, at_once: int, **options: Any
     } | options_of(args.options)  # fmt: skip
     names = [f"a{i}" for i in range(args.adapters)]
     if names:
-        given |= {"lora_modules": [f"{one}={folder.with_name(one)}" for one in names], "max_loras": len(names)}
+        modules = [f"{one}={folder.with_name(one)}" for one in names]
+        given = {"lora_modules": modules, "max_loras": len(names)} | given
     which = [([None, *names])[i % (len(names) + 1)] for i in range(args.count)]
     started = time.monotonic()
     with LLM(str(folder), **(given | options)) as llm:

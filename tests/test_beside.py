@@ -157,7 +157,9 @@ def test_both_are_asked_for_the_same(case: Any, tmp_path: Path) -> None:
         assert [ours[i + 1] for i, word in enumerate(ours) if word == option] == [
             peer[i + 1] for i, word in enumerate(peer) if word == option
         ]
-    assert ("--simulate-accept-length" in ours) == ("SGLANG_SIMULATE_ACC_LEN" in case.peer_environ())
+    drafts = case.drafts is not None and bool(case.drafts.peer)  # or it has none where ours does
+    assert drafts == ("SGLANG_SIMULATE_ACC_LEN" in case.peer_environ()) == ("--speculative-algorithm" in peer)
+    assert ("--simulate-accept-length" in ours) == (case.drafts is not None)
     assert "--disable-radix-cache" not in (*ours, *peer)  # prompts are known or new by what is in them
 
 
