@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.layers.adapters import AdaptedGroups, AdaptedWeight
-from draftwing.layers.altup import AltUpLast, AltUpLayer, AltUpStart
+from draftwing.layers.altup import AltUpLast, AltUpLayer, AltUpStart, Laurel
 from draftwing.layers.attention import Attention
 from draftwing.layers.config import AltUpConfig, LayerConfig, Mixer
 from draftwing.layers.decoder_layer import DecoderLayer, whole_layers
-from draftwing.layers.embedding import Embedding, PerLayerEmbedding
+from draftwing.layers.embedding import Embedding, LayerEnd, PerLayerEmbedding
 from draftwing.layers.encoder import Encoder
 from draftwing.layers.experts import ExpertLinear, ExpertMLP
 from draftwing.layers.latent import HeadLinear, LatentAttention
@@ -267,12 +267,15 @@ class DecoderModel(nn.Module):
         self._whole.clear()
 
     def adaptable(self, wide: Collection[str] = ()) -> dict[str, Linear]:
-        """Returns the matrices by name that may have adapters: of mixers and MLPs, and of `WIDE` those asked for."""
+        """Returns the matrices by name that may have adapters: of mixers, MLPs and what is around them, and of `WIDE`
+        those asked for."""
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         found = {id(one) for layer in layers for one in layer.linears()}
         for part in self.modules():
             if isinstance(part, ExpertMLP) and part.shared is not None:
                 found |= {id(one) for one in part.shared.linears()}
+            if isinstance(part, ExpertMLP | LayerEnd | Laurel | PerLayerEmbedding):
+                found |= {id(one) for one in part.children() if type(one) is Linear}
             if isinstance(part, ExpertLinear) and (HEADS if isinstance(part, HeadLinear) else EXPERTS) in wide:
                 found.add(id(part))
         return {name: one for name, one in self.named_modules() if isinstance(one, Linear) and id(one) in found}

@@ -72,6 +72,12 @@ ASKED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "deepseek-v3",
         {"r": 64, "target_modules": ["kv_b_proj", "q_a_proj", "gate_proj", "up_proj", "down_proj"]},
     ),
+    "embeddings of layers": ("gemma4", "gemma4-per-layer", {"r": 4, "target_modules": "all-linear"}),
+    "experts, of other rows": (
+        "hybrid",
+        "nemotron-h-latent",
+        {"r": 4, "target_modules": ["fc1_latent_proj", "fc2_latent_proj", "in_proj", "q_proj", "up_proj"]},
+    ),
     "hybrid": ("hybrid", "qwen3.5-every", {"r": 4, "target_modules": "all-linear", "use_rslora": True}),
     "hybrid, patterns": (
         "hybrid",

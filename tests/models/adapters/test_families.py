@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Set
+import re
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import gemma4_models
 import hybrid_models
 import moe_models
 import pytest
 import torch
+from models.families import test_gemma3n
 from models.test_decoder import FAMILIES, random_reference
 from safetensors.torch import save_file
 from thread_ranks import meet
@@ -32,8 +35,12 @@ from draftwing.parallel.ranks import ALONE, Ranks
 from draftwing.train.capture import Causal
 
 CPU = torch.device("cpu")
+MAKERS: dict[str, tuple[Mapping[str, Any], Callable[..., Any]]]
 MAKERS = {"dense": (FAMILIES, random_reference), "moe": (moe_models.KINDS, moe_models.reference)}
 MAKERS["hybrid"] = hybrid_models.KINDS, hybrid_models.reference
+GEMMA4 = {f"gemma4-{kind}": kind for kind in gemma4_models.KINDS}
+MAKERS["gemma4"] = GEMMA4, lambda name, **sizes: gemma4_models.reference(GEMMA4[name], **sizes)
+MAKERS["gemma3n"] = {"gemma3n": None}, lambda _: test_gemma3n.reference()
 AS_STORED = "ling2"  # whose own code is not in transformers, and calls matrices as checkpoints do
 CASES = [
     (kind, name)
@@ -43,19 +50,11 @@ CASES = [
 ]
 QUICK = {"llama3.2-tied", "qwen3.5-every", "phi3", "gemma3", "lfm2-plain", "deepseek-v2", "mixtral", "gpt-oss"}
 # Of layers, what no adapter is served of.
-UNSERVED = (
-    ".experts",
-    "router",
-    "per_layer",
-    "block_sparse_moe",
-    "weights_proj",
-    "latent_proj",
-    "hyper_connection",
-    ".ple.",
-)
+UNSERVED = (".experts", "router", "altup", "block_sparse_moe", "weights_proj", "hyper_connection", ".ple.")
 # Of models with a row that random factors make ill-conditioned: transformers' own float32 is off by 1.1e-4 and 1.6e-4
 # there. This MiniCPM3 is by 2.2e-4 with the factors merged (5e-5 in float64), and by 5.8e-4 with these rounded apart.
 LIMITS = {"qwen3-next": 2e-4, "minicpm3-defaults": 6e-4}
+OF_LAYERS = re.compile(r"layers\.|per_layer")
 OF_EXPERTS = ("shared_expert_gate", "mlp.gate.")
 PARAMETERS = "experts.gate_up_proj", "experts.up_proj", "experts.down_proj"
 ONE_SHAPE = "nemotron-h-latent"  # has experts whose parameters cannot be told apart
@@ -164,7 +163,9 @@ def check_all_matrices(kind: str, name: str, tmp_path: Path, ops: TorchOps) -> S
     model = load_model(tmp_path / "model", torch.float32, "cpu")
     model.pack(ops, shared_apart=True)
     slots = AdapterSlots(model, 3, 4, wide=WIDE)
-    every = {module: one for module, one in theirs.named_modules() if type(one) is nn.Linear and "layers." in module}
+    every = {
+        module: one for module, one in theirs.named_modules() if type(one) is nn.Linear and OF_LAYERS.search(module)
+    }
     left = UNSERVED if model.config.experts is None else (*UNSERVED, *OF_EXPERTS)
     served = {module: one.weight for module, one in every.items() if not any(part in module for part in left)}
     experts = {
