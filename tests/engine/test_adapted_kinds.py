@@ -3,11 +3,13 @@ its adapter alone without drafts."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import hybrid_models
 import image_models
 import pytest
@@ -20,6 +22,7 @@ from reference.block_heads import dflash2_head
 from reference.exact_heads import MAKERS, disturbed, exact_masks
 from reference.learnable import ENGINE
 from safetensors.torch import load_file
+from scripted import launched
 from tiny_adapters import ATTENTION, MLP, write_adapter
 from tiny_checkpoint import VOCAB, write_tokenizer
 
@@ -27,6 +30,7 @@ from draftwing import LLM
 from draftwing.config.trees import TreeShape
 from draftwing.models.adapters.files import WEIGHTS
 from draftwing.models.adapters.peft import read_folder
+from draftwing.text.tokenizer import load_tokenizer
 
 NAMES = [None, "one", "two", "three", "one", None, "three", "two"]
 TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
@@ -233,3 +237,42 @@ def test_a_picture_and_an_adapter_in_one_request(tmp_path: Path, kind: str) -> N
             assert {i: found.tokens[f"{i} {turn}"] for i in expected} == expected, (chunk, turn)
             hits = [found.final[f"{i} {turn}"].meta["cached_tokens"] > 0 for i in (0, 1, 4)]
             assert hits == [turn > 0] * 3
+
+
+@pytest.mark.exhaustive  # as above, through a server's front
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3-vl"])
+def test_a_picture_and_an_adapter_over_http(tmp_path: Path, kind: str) -> None:
+    folder, theirs = image_models.write_model(tmp_path / kind, kind), image_models.reference(kind)
+    adapters = adapters_of(theirs, folder, 2, 0.3, "vision", "visual", "per_layer")
+    image, expected = image_models.picture(40, 30, 0), {}
+    text, (_, processor) = "ab<|image_pad|>say", image_models.loaded(folder)
+    pieces = image_models.read(image_models.Picture(image_models.encoded(image), "x"), processor)
+    ids, _ = image_models.placed(
+        load_tokenizer(folder, None).encode(text), image_models.Prompt("", [pieces]), processor
+    )
+    for name in (None, *adapters):
+        with merged(theirs, adapters.get(name or "")):
+            expected[name] = image_models.greedy(kind, ids, [image], 16)
+    url = "data:image/png;base64," + base64.b64encode(image_models.encoded(image)).decode()
+    modules = " ".join(f"{name}={path}" for name, path in adapters.items())
+    how = f"--model {folder} --lora-modules {modules} --max-loras 1 --speculative-algorithm NGRAM --dtype float32"
+    params = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+    shown = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "say"}]
+    with launched(f"{how} --max-total-tokens 4096") as (_, server):
+        for _ in range(2):  # again from cached prefixes, in the one slot
+            for name, tokens in expected.items():
+                body = {"text": text, "image_data": url, "sampling_params": params, "lora_path": name}
+                found = httpx.post(f"{server}/generate", json=body, timeout=60).json()
+                assert found.get("output_ids") == tokens, (name, found)
+        chat = {
+            "messages": [{"role": "user", "content": shown}],
+            "temperature": 0,
+            "max_tokens": 16,
+            "ignore_eos": True,
+        }
+        said = [
+            httpx.post(f"{server}/v1/chat/completions", json=chat | {"model": model}, timeout=60).json()["choices"][0]
+            for model in (str(folder), "1", "2")
+        ]
+    assert len({one["message"]["content"] for one in said}) == 3
