@@ -3,13 +3,11 @@ import torch
 import torch.nn.functional as F
 
 from draftwing.errors import ConfigError
-from draftwing.layers.adapters import AdaptedWeight
 from draftwing.layers.linear import Linear
-from draftwing.layers.linear_ops.base import PackedOp, PackMode
+from draftwing.layers.linear_ops.base import PackMode
 from draftwing.ops import make_ops
-from draftwing.ops.adapters.spec import QueryAdapters
 from draftwing.ops.gemm import onednn
-from draftwing.ops.gemm.gemms import KernelGemm, dense_gemms
+from draftwing.ops.gemm.gemms import dense_gemms
 from draftwing.ops.table import TorchOps
 
 CPU = torch.device("cpu")
@@ -193,60 +191,3 @@ def test_a_deterministic_gpu_refuses_weights_that_no_kernel_takes(monkeypatch: p
     other.pack(ops, PackMode(deterministic=True, name="layers.3.o", refuse=found.append))
     assert len(found) == 1 and "layers.3.o.weight" in found[0]
     assert other(torch.ones(2, 100)).shape == (2, 8), "it is served all the same"
-
-
-class Kernels:
-    """Of a product and, of few rows, its gates, rounded once or as an operation of their own does."""
-
-    def __init__(self, rounds: bool) -> None:
-        self.rounds, self.fused = rounds, 0
-
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return (x.double() @ weight.double().T).to(x.dtype)
-
-    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        if len(x) > 4:
-            return None
-        self.fused += 1
-        if self.rounds:
-            return OPS["torch"].silu_mul(self.linear(x, weight, bias))
-        gate, up = (x.double() @ weight.double().T).chunk(2, 1)
-        return (F.silu(gate) * up).to(x.dtype)
-
-
-class BothKernels(Kernels):
-    def __init__(self) -> None:
-        super().__init__(False)
-        self.rounding = Kernels(True)
-
-    def with_rounded_gates(self) -> Kernels:
-        return self.rounding
-
-
-@pytest.mark.parametrize("kernels", [Kernels(False), BothKernels()], ids=["apart", "rounding"])
-def test_gates_of_rows_that_may_stand_beside_adapted_ones(kernels: Kernels) -> None:
-    """A row without an adapter has the same bits in any batch, by the product's own gates where these can."""
-    linear, _ = make_linear(32, 48, False, torch.bfloat16)
-    linear.op = PackedOp(linear, [KernelGemm(kernels, linear.weight.data)])
-    queries, ops = QueryAdapters(), OPS["torch"]
-    weights = ops.empty_adapters(2, 4, 32, [24, 48], torch.bfloat16, CPU, False)
-    for slot in (1, 2):
-        for place in (0, 1):
-            weights.set(slot, place, torch.randn(4, 32), torch.randn(24, 4), 0.5)
-    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-    once = linear.gated(x[:4])
-    one_way = not linear.op.round_gates()
-    assert one_way != isinstance(kernels, BothKernels)
-    linear.adapted = AdaptedWeight(queries, weights, ops, None, one_way)
-    with queries.of(torch.tensor([0, 1, 0, 2, 0, 0, 1, 0, 0]), None):
-        beside = linear.gated(x)
-    alone = linear.gated(x)
-    plain = [0, 2, 4, 5, 7, 8]
-    assert torch.equal(beside[plain], alone[plain]) and not torch.equal(beside, alone)
-    for rows in (1, 2, 3, 4, 5):
-        assert torch.equal(linear.gated(x[:rows]), alone[:rows])
-    assert not torch.equal(once, alone[:4]), "those that are rounded once have other bits"
-    if isinstance(kernels, BothKernels):
-        assert kernels.rounding.fused == 4

@@ -256,8 +256,7 @@ class DecoderModel(nn.Module):
             if isinstance(linear, ExpertLinear):
                 linear.grouped = AdaptedGroups(self._queries, own, self._ops, linear.groups)
                 continue
-            one_way = deterministic and not linear.op.round_gates()
-            linear.adapted = AdaptedWeight(self._queries, own, self._ops, linear.op.sums_over, one_way)
+            linear.adapted = AdaptedWeight(self._queries, own, self._ops, linear.op.sums_over, deterministic)
         for layer in self.layers:
             if isinstance(layer, DecoderLayer):
                 layer.take_adapters(self._queries)

@@ -311,55 +311,6 @@ def test_dense_against_float64(run_dense: DenseHost, rows: int, columns: int, ra
 
 
 @on_host
-@pytest.mark.parametrize("rows, columns, ranges", [(96, 768, 2), (176, 640, 1), (64, 1024, 4)])
-def test_gates_of_rounded_products(run_dense: DenseHost, rows: int, columns: int, ranges: int) -> None:
-    """They are what an operation of its own makes of products: silu(gate), rounded, times up."""
-    weight, x, bias = random(rows, columns, seed=1), random(90, columns, seed=2) / 16, random(rows, seed=3)
-
-    def found(gated: int, features: int) -> Tensor:
-        cut = cuda_dense.make_cut(len(x), features, bool(gated), columns, ranges, alike(2), 2)
-        fits = [size for size in DENSE_SIZES if size.groups == cut.size.groups and size.features >= cut.size.features]
-        return run_dense(x, weight, bias, None, gated, cut._replace(size=fits[0]), EARLY)  # type: ignore[arg-type]
-
-    gate, up = found(0, rows).double().chunk(2, 1)
-    expected = torch.nn.functional.silu(gate).bfloat16().double() * up
-    apart, fused, once = expected.bfloat16(), found(2, rows // 2), found(1, rows // 2)
-    assert (fused != apart).float().mean() < 1e-3, "float32 and float64 round alike but for a few"
-    torch.testing.assert_close(fused, apart, rtol=2**-7, atol=0)
-    assert (once != apart).float().mean() > 0.1
-
-
-@on_hopper
-def test_gates_have_the_bits_of_an_operation_of_their_own() -> None:
-    """Of all numbers of bfloat16 as gates, and of products of many shapes."""
-    from draftwing.ops.elementwise.triton import silu_mul
-
-    gemm = cuda_dense.dense_gemm(device())
-    rounding = gemm.with_rounded_gates()
-    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).short().view(torch.bfloat16)
-    gates = numbers[numbers.isfinite()].cuda()
-    ups = torch.randn(len(gates), generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
-    for first in range(0, len(gates), 16384):
-        part = slice(first, first + 16384)
-        weight = torch.zeros(2 * len(gates[part]), 64, dtype=torch.bfloat16, device="cuda")
-        weight[:, 0] = torch.cat((gates[part], ups[part]))
-        x = torch.zeros(3, 64, dtype=torch.bfloat16, device="cuda")
-        x[:, 0] = 1
-        found = rounding.gated(x, weight, None)
-        assert found is not None and torch.equal(found, silu_mul(gemm.linear(x, weight)))
-    for rows, columns in [*DENSE_SHAPES, (28672, 4096)]:
-        if rows % 32:
-            continue
-        weight, bias = on_device(rows, columns, seed=2), on_device(rows, seed=4)
-        for tokens in (1, 2, 7, 8, 16, 33, 64, 65, 128, 192):
-            x = on_device(tokens, columns, seed=3)
-            for more in (None, bias):
-                found = rounding.gated(x, weight, more)
-                assert found is not None and torch.equal(found, silu_mul(gemm.linear(x, weight, more))), tokens
-        assert rounding.gated(on_device(193, columns, seed=3), weight, None) is None
-
-
-@on_host
 @pytest.mark.further(kind=["plain", "add"], rows=176)
 @pytest.mark.parametrize("kind", ["plain", "add", "silu"])
 @pytest.mark.parametrize("rows, columns, ranges", [(96, 768, 2), (176, 704, 2), (64, 1024, 4)])

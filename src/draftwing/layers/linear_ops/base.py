@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from draftwing.errors import ConfigError
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.gemm.contract import BlockGemm, Gemm
-from draftwing.ops.gemm.gemms import KernelGemm
 from draftwing.ops.gemm.groups import PackedGroups
 from draftwing.ops.gemm.stored import BlockRows, MXRows, QuantizedRows
 from draftwing.ops.table import LayerOps
@@ -165,10 +164,6 @@ class LinearOp:
         does it with what a call gives."""
         return None
 
-    def round_gates(self) -> bool:
-        """Has `gated` give the bits of what a caller does with what a call gives; returns whether it does."""
-        return False
-
     def dense_weight(self) -> Tensor:
         """Returns [out, in] in the dtype of x; a copy where it is not stored as such."""
         raise NotImplementedError
@@ -230,11 +225,6 @@ class PackedOp(LinearOp):
     def gated(self, x: Tensor | Fp8Rows, bias: Tensor | None) -> Tensor | None:
         rows = x.shape[0] if isinstance(x, Tensor) else x.rows
         return next(gemm for gemm in self.gemms if rows <= gemm.max_rows).gated(x, bias)
-
-    def round_gates(self) -> bool:
-        rounding = [gemm.with_rounded_gates() if isinstance(gemm, KernelGemm) else None for gemm in self.gemms]
-        self.gemms = [own or gemm for own, gemm in zip(rounding, self.gemms, strict=True)]
-        return all(rounding)
 
 
 class WeightFormat:

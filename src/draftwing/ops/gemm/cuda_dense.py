@@ -175,15 +175,11 @@ class DenseGemm:
         """silu(x @ gate^T) * (x @ up^T), weight [2 * N, K] the gates and then the ups -> [M, N]"""
         return self.run(x, weight, bias, None, True, fresh)
 
-    def with_rounded_gates(self) -> RoundedGates:
-        return RoundedGates(self)
-
     def run(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, fresh: bool,
-        ranges: int | None = None, rounds: bool = False,
+        ranges: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """Multiplies as `linear` and `gated` do. ranges: of K, None: by the shape of the weight.  rounds: as
-        `RoundedGates`."""
+        """Multiplies as `linear` and `gated` do. ranges: of K, None: by the shape of the weight."""
         x, parts = x.contiguous(), 2 if gated else 1
         rows, columns = x.shape
         features = weight.shape[0] // parts
@@ -200,21 +196,10 @@ class DenseGemm:
         w_map = tensor_map(weight.data_ptr(), (columns, features, parts), (PANEL, cut.rows // parts, parts))
         self._kernel(cut.size)(
             cut.grid, x_map, w_map, bias, residual, out, rows, features, columns, cut.x_rows, cut.rows, cut.stages,
-            cut.ahead, cut.chain, int(gated) + rounds, overlap=not fresh, cluster=cut.ranges // cut.chain,
+            cut.ahead, cut.chain, int(gated), overlap=not fresh, cluster=cut.ranges // cut.chain,
             shared=SHARED[cut.blocks],
         )  # fmt: skip
         return out
-
-
-class RoundedGates:
-    """Kernels whose gates have the bits of those that an operation of its own makes of products."""
-
-    def __init__(self, kernels: DenseGemm) -> None:
-        self._kernels, self.linear = kernels, kernels.linear
-
-    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Does as `DenseGemm.gated`; None for many rows."""
-        return None if len(x) >= cuda_many.FROM else self._kernels.run(x, weight, bias, None, True, False, rounds=True)
 
 
 class DenseGemmInRanges:

@@ -88,7 +88,7 @@ __device__ __forceinline__ void add_four(const u16* p, float (&sum)[4]) {
 struct Result {
     const u16 *bias, *extra;
     u16* y;  // [M][features]
-    int M, features, gated;  // 2: as of products and gates that are rounded, as operations of their own round them
+    int M, features, gated;
 };
 
 // What a block, or a cluster, is to do.
@@ -109,20 +109,6 @@ struct Place {
         return steps * (rank * chain + range) / (blocks * chain);
     }
 };
-
-// silu(gate) * up of bfloat16, by the instructions of ops/elementwise/triton.py, whose bits it has.
-__device__ __forceinline__ u16 silu_of_rounded(float gate, float up) {
-    const float g = to_float(from_float(gate));
-#ifdef ON_HOST
-    return from_float(to_float(from_float(g / (1.f + __expf(-g)))) * to_float(from_float(up)));
-#else
-    float silu;
-    u16 out;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(silu) : "f"(g), "f"(1.f + __expf(-g)));
-    asm("mul.bf16 %0, %1, %2;" : "=h"(out) : "h"(from_float(silu)), "h"(from_float(up)));
-    return out;
-#endif
-}
 
 // Four sums of all ranges, and the bias. p: where this block has those of its last one. earlier: how much further those
 // of the first are, where a block has two.
@@ -154,11 +140,10 @@ __device__ __forceinline__ void store_sums(const Result& result, const Place& pl
         sum_of_ranges<RANGES, CHAIN>(p, earlier, result.bias ? result.bias + n : nullptr, sum);
         if (result.gated) {
             sum_of_ranges<RANGES, CHAIN>(p + place.half, earlier, result.bias ? result.bias + result.features + n : nullptr, up);
-            if (result.gated == 1) EACH(k, 4) sum[k] = silu_times(sum[k], up[k]);
+            EACH(k, 4) sum[k] = silu_times(sum[k], up[k]);
         }
         u16 out[4];
-        if (result.gated == 2) EACH(k, 4) out[k] = silu_of_rounded(sum[k], up[k]);
-        else EACH(k, 4) out[k] = from_float(result.extra ? sum[k] + before[k] : sum[k]);
+        EACH(k, 4) out[k] = from_float(result.extra ? sum[k] + before[k] : sum[k]);
         *(uint2*)(result.y + at) = {out[0] | (u32)out[1] << 16, out[2] | (u32)out[3] << 16};
     }
 }

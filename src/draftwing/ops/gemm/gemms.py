@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -49,12 +49,6 @@ class KernelGemm:
     def gated(self, x: Any, bias: Tensor | None) -> Tensor | None:
         found: Tensor | None = self.kernels.gated(x, self.weight, bias)
         return found
-
-    def with_rounded_gates(self) -> KernelGemm | None:
-        """Returns the same with gates that have the bits of those which an operation makes of `linear`; None: there is
-        none."""
-        make = getattr(self.kernels, "with_rounded_gates", None)
-        return None if make is None else replace(self, kernels=make())
 
 
 class TorchGemm:
