@@ -108,8 +108,8 @@ def test_each_text_is_that_of_its_adapter_alone(target: Path, adapters: list[Pat
 
 
 def test_others_go_on_while_one_is_read(target: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those without an adapter, and those whose adapter is at hand, however long it takes; who leaves meanwhile, or has
-    a deadline, is not kept waiting."""
+    """Those without an adapter, and those whose adapter is at hand, however long it takes; who leaves meanwhile is
+    not kept waiting."""
     begun, goes_on, read = threading.Event(), threading.Event(), AdapterFiles.again
 
     def again(self: AdapterFiles, card: Any) -> Any:
@@ -139,6 +139,20 @@ def test_others_go_on_while_one_is_read(target: Path, adapters: list[Path], monk
         goes_on.set()
         assert tokens(turned(llm, lambda found: ended(found, "reads"))["reads"]) == first
         assert llm.engine.idle()
+
+
+def test_a_request_that_is_late_does_not_wait_for_a_read(
+    target: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, read = threading.Event(), AdapterFiles.again
+    with LLM(str(target), **serving(adapters, 1), request_timeout=0.4) as llm:
+        expected = texts_of(llm, ["a0", "a1", "a2"])
+        monkeypatch.setattr(AdapterFiles, "again", lambda self, card: goes_on.wait(60) and read(self, card))
+        llm.engine.submit(request("late", "a0"))
+        reason = turned(llm, lambda found: ended(found, "late"))["late"][-1].finish_reason
+        assert reason is not None and "timeout" in reason["message"] and llm.engine.idle()
+        goes_on.set()
+        assert texts_of(llm, ["a0", "a1", "a2"]) == expected
 
 
 def removed(folder: Path) -> None:
@@ -246,6 +260,50 @@ def test_who_waits_has_the_adapter_that_was_in_memory(target: Path, copies: list
         found = turned(llm, lambda found: ended(found, "runs", "waits", "a2", "a3"))
         assert [tokens(found[uid]) for uid in ("waits", "a2", "a3")] == [expected[0], *expected[2:]]
         assert llm.engine.stats()["adapters"] == 3 and llm.engine.stats()["adapters_in_memory"] <= 2
+
+
+def test_nobody_waits_for_ever(target: Path, copies: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many come for the adapter that has the slot, while another one that waits needs what is in memory."""
+    monkeypatch.setattr("draftwing.engine.adapters.PATIENCE", 60)
+    with LLM(str(target), **serving(copies, 1, 1)) as llm:
+        engine, names = llm.engine, {"first": "a2", "waits": "a0", "behind": "a2"}
+        expected = dict(zip(names, texts_of(llm, list(names.values())), strict=True))
+        texts_of(llm, ["a1"])
+        sent, left, found = 0, set(names), {uid: list[int]() for uid in names}
+
+        def turn() -> None:
+            nonlocal sent
+            while len(left) < 6:
+                sent += 1
+                left.add(str(sent))
+                engine.submit(request(str(sent), "a1"))
+            assert sent < 400
+            for output in engine.step():
+                found.setdefault(output.uid, []).extend(output.token_ids)
+                if output.finish_reason is not None:
+                    left.discard(output.uid)
+
+        turn()
+        reads = engine.stats()["adapter_reads"]
+        engine.submit(request("first", "a2"))
+        while engine.stats()["adapter_reads"] == reads:
+            turn()
+        for uid in ("waits", "behind"):
+            engine.submit(request(uid, names[uid]))
+        turn()
+        engine.abort("first")
+        turn()
+        monkeypatch.setattr("draftwing.engine.adapters.PATIENCE", 0.05)
+        while left & set(names):
+            turn()
+        assert [found[uid] for uid in ("waits", "behind")] == [expected[uid] for uid in ("waits", "behind")]
+        while left:
+            for output in engine.step():
+                left -= {output.uid} if output.finish_reason is not None else set()
+        texts_of(llm, ["a3", "a1"])
+        reads = engine.stats()["adapter_reads"]
+        assert texts_of(llm, ["a2"]) == [expected["behind"]]
+        assert engine.stats()["adapter_reads"] == reads + 1, "who left needs it no more"
 
 
 def test_several_at_once_are_read_again(target: Path, adapters: list[Path]) -> None:

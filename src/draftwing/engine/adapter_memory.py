@@ -98,9 +98,11 @@ class AdapterMemory:
 
     def fetch(self, digest: str, read: Callable[[], Adapter], first: bool) -> None:
         """Has something read, unless a read goes on or there is no room. first: whether the one who needs it is the
-        first of those that wait, for whom there is always room: else requests could wait for each other."""
+        first of those that wait, for whom there is always room: others who need what is there could come for ever."""
         with self._lock:
-            if self._reading or digest in self._failed or not (self._make_room(1) or first):
+            if self._reading or digest in self._held or digest in self._failed:
+                return
+            if not (self._make_room(1) or first):
                 return
             self._reading = digest
         try:

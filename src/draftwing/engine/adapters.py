@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from draftwing.sched.req import Req
 log = logging.getLogger("draftwing")
 NOT_SERVED = "adapters are not served: start with --lora-modules or --lora-dir"
 GONE = "its files are gone or have changed since it was loaded: load it again (load_inplace)"
+AHEAD = 64  # of those that wait, for whom something is read
 PATIENCE = 2.0  # seconds that a request may wait for a slot before those with adapters that have one wait behind it
 
 
@@ -107,6 +109,7 @@ class EngineAdapters:
         self._memory, self._head_memory = AdapterMemory(most, wake), AdapterMemory(most, wake)
         self._places, self._heads = Places(slots), Places(slots)
         self._of: dict[str, Held] = {}  # of each request that waits or runs, by uid
+        self._users: Counter[str] = Counter()  # of these, by digest
         self._given: dict[str, Given] = {}  # by uid, to those that run
         self._judged = OwnHeads()
         self._waiting: deque[tuple[float, Req]] = deque()  # with since when
@@ -168,6 +171,7 @@ class EngineAdapters:
                 self._mix(digest, parts)
             held = Held(digest, cards, self._learnt.get(digest, first.head) if alone else None)
             self._of[uid] = held
+            self._users[digest] += 1
             self._memory.need(digest)
             if held.head is not None:
                 self._head_memory.need(held.head.digest)
@@ -195,21 +199,19 @@ class EngineAdapters:
         if not self._impatient() and self._give(req):
             return True
         self._waiting.append((self._clock(), req))
-        self._fetch()
         return False
 
     def next(self) -> Req | None:
-        """Returns the next of those that wait whose adapter has a slot now."""
-        found = None
+        """Returns the next of those that wait whose adapter has a slot now. Once there is none, what others lack is
+        read."""
         for i, (_, req) in enumerate(self._waiting):
             if self._give(req):
                 del self._waiting[i]
-                found = req
-                break
+                return req
             if i == 0 and self._impatient():
                 break
         self._fetch()
-        return found
+        return None
 
     def unreadable(self) -> Iterator[tuple[Req, str]]:
         """Yields those that wait, which they do not any more, for what could not be read again, and why in words. A
@@ -244,7 +246,6 @@ class EngineAdapters:
 
     def ended(self, requests: Mapping[str, Mapping[str, Any]]) -> None:
         """Notes requests that gave out their last output, or never came. requests: by uid, what outputs say of them."""
-        ended = False
         with self._lock:
             for uid, meta in requests.items():
                 if (held := self._of.pop(uid, None)) is None:
@@ -256,9 +257,10 @@ class EngineAdapters:
                     if given.head:
                         self._heads.leave(given.head)
                     self._judge(given, meta)
-                ended = True
-            if ended:
-                self._drop_unused()
+                self._users[held.digest] -= 1
+                if not self._users[held.digest]:
+                    del self._users[held.digest]
+                    self._drop_unused()
 
     def _give(self, req: Req) -> bool:
         held = self._of[req.uid]
@@ -306,7 +308,7 @@ class EngineAdapters:
         """Has what those that wait lack be read, for the first of them first."""
         if self._most is None or self._files is None:
             return
-        for i, (_, req) in enumerate(self._waiting):
+        for i, (_, req) in enumerate(islice(self._waiting, AHEAD)):
             if self._memory.busy and self._head_memory.busy:
                 return
             held = self._of[req.uid]
@@ -382,7 +384,7 @@ class EngineAdapters:
 
     def _drop_unused(self) -> None:
         named, held = self._named.values(), self._of.values()
-        self._memory.keep({known.card.digest for known in named} | {one.digest for one in held})
+        self._memory.keep({known.card.digest for known in named} | self._users.keys())
         heads = {*(known.head for known in named), *self._learnt.values(), *(one.head for one in held)}
         self._head_memory.keep({head.digest for head in heads if head is not None})
 
