@@ -7,6 +7,7 @@ import random
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine.test_adapter_heads import Bench, make_bench, options
@@ -193,6 +194,67 @@ def test_a_hundred_adapters(target: Path, tmp_path: Path, slots: int, most: int 
 def adapters_in_memory() -> int:
     gc.collect()
     return sum(isinstance(one, Adapter) for one in gc.get_objects())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_a_storm_loses_no_slot(bench: Bench, tmp_path: Path, seed: int) -> None:
+    """Adapters with draft heads of their own and without, which are loaded, replaced and unloaded, learn heads, and are
+    read again from files, while requests come and some are aborted: each has the text of what its name meant."""
+    folders, draw = [], random.Random(seed)
+    for i in range(6):
+        folders.append(write_adapter(tmp_path / f"a{i}", bench.target, i, 1 + i % 4, strength=0.3))
+        if i % 3 == 0:
+            shutil.copytree(bench.own / "draft_head", folders[i] / "draft_head")
+    folders.append(shutil.copytree(folders[0], tmp_path / "twin", ignore=lambda *_: ["draft_head"]))
+    prompts = bench.prompts[:4]
+    params = [SamplingParams(**GREEDY | {"temperature": float(i % 2), "sampling_seed": i}) for i in range(4)]
+    given: dict[str, Any] = {"lora_dir": str(tmp_path), "max_lora_head_rank": 3, "max_loras": draw.randint(1, 3)}
+    alone, plain = dict[Path | None, list[list[int]]](), {"speculative_algorithm": "none"}
+    with LLM(**options(bench, **given) | plain | {"speculative_draft_model_path": None}) as llm:
+        for folder in (None, *folders):
+            if folder is not None:
+                llm.load_adapter("x", folder, replace=True)
+            name = None if folder is None else "x"
+            alone[folder] = [one.token_ids for one in llm.generate(prompts, params, adapter=name)]
+    given |= {"max_cpu_loras": draw.choice([None, given["max_loras"]]), "max_total_tokens": draw.choice([200, 2048])}
+    with LLM(**options(bench, **given)) as llm:
+        engine, named, live, aborted = llm.engine, dict[str, Path](), set[str](), set[str]()
+        asked, found = list[tuple[Path | None, int]](), list[list[int]]()
+        while len(asked) < 60 or live:
+            what, name = draw.random() if len(asked) < 60 else 1.0, draw.choice("uvwx")
+            if what < 0.08 and name in named:
+                engine.unload_adapter(name)
+                del named[name]
+            elif what < 0.3:
+                named[name] = draw.choice(folders)
+                engine.load_adapter(name, named[name], replace=True)
+            elif what < 0.75:
+                uid, i, folder = str(len(asked)), draw.randrange(4), named.get(name)
+                asked.append((folder, i))
+                found.append([])
+                live.add(uid)
+                adapter = () if folder is None else ((name, 1.0),)
+                engine.submit(GenerationRequest(uid, prompts[i], params[i], adapters=adapter))
+            elif what < 0.8 and live:
+                engine.abort(gone := draw.choice(sorted(live)))
+                aborted.add(gone)
+            elif what < 0.86 and engine.adapters:
+                digest = draw.choice(engine.adapters).digest
+                engine.swap_draft(draw.choice([None, bench.own / "draft_head"]), digest)
+            for output in engine.step() if live else ():
+                found[int(output.uid)] += output.token_ids
+                if output.finish_reason is not None:
+                    live.discard(output.uid)
+        for uid, (text, (folder, i)) in enumerate(zip(found, asked, strict=True)):
+            whole = alone[folder][i]
+            assert text == whole or (str(uid) in aborted and text == whole[: len(text)]), uid
+        every = [f"last {i}" for i in range(given["max_loras"])]
+        for name, folder in zip(every, folders, strict=False):
+            llm.load_adapter(name, folder)
+        answers = llm.generate([prompts[0]] * len(every), params[0], adapter=every)
+        assert [one.token_ids for one in answers] == [alone[folder][0] for folder in folders[: len(every)]]
 
 
 # ---- files that are attacks ------------------------------------------------------------------------------------------
