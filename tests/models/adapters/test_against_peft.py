@@ -67,6 +67,16 @@ ASKED: dict[str, tuple[str, str, dict[str, Any]]] = {
             "alpha_pattern": {"o_proj": 3},
         },
     ),
+    "experts, transposed": (
+        "dense",
+        "llama4",
+        {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    ),
+    "experts, of pairs": (
+        "dense",
+        "gpt-oss",
+        {"r": 4, "target_modules": ["v_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    ),
     "experts, of 64": (
         "moe",
         "deepseek-v3",

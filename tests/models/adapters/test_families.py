@@ -17,13 +17,13 @@ import pytest
 import torch
 from models.families import test_gemma3n
 from models.test_decoder import FAMILIES, random_reference
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from thread_ranks import meet
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
 from draftwing.models.adapters.adapter import AdapterSlots, AdapterTargets
-from draftwing.models.adapters.files import WEIGHTS
+from draftwing.models.adapters.files import CONFIG, WEIGHTS
 from draftwing.models.adapters.groups import kind_of
 from draftwing.models.adapters.peft import read_folder
 from draftwing.models.adapters.read import stored_kinds
@@ -250,10 +250,40 @@ def test_adapters_of_each_expert_are_those_of_all(tmp_path: Path) -> None:
         read_folder(by_expert(tmp_path / "more", whole, **more), 1 << 24)
     with pytest.raises(CheckpointError, match=r"experts \* 3, inputs"):
         read_folder(by_expert(tmp_path / "odd", whole, target_parameters=["experts.gate_up_proj"], r=3), 1 << 24)
-    across = {f"{experts}.lora_A.weight": up.T, f"{experts}.lora_B.weight": down.T[: inputs // 2]}
-    folder = by_expert(tmp_path / "across", across, target_parameters=["experts.gate_up_proj"])
-    with pytest.raises(CheckpointError, match="lora_A by inputs"):
+    wrong = {f"{experts}.lora_A.weight": up.T, f"{experts}.lora_B.weight": down.T[: inputs // 2]}
+    folder = by_expert(tmp_path / "wrong", wrong, target_parameters=["experts.gate_up_proj"])
+    with pytest.raises(CheckpointError, match="expected an adapter of this model"):
         targets.fit(read_folder(folder, 1 << 24))
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("llama4", marks=pytest.mark.exhaustive), "gpt-oss"])
+def test_parameters_of_experts_the_other_way_round(tmp_path: Path, name: str) -> None:
+    """As PEFT before 0.19 has them, and all have those of Llama 4, whose experts do not say how they lie. A square
+    matrix among them is as the others are."""
+    theirs: Any = random_reference(name, **({"hidden_size": 32} if name == "gpt-oss" else {}))
+    theirs.save_pretrained(tmp_path / "model")
+    targets = AdapterTargets(load_model(tmp_path / "model", torch.float32, "cpu"), [EXPERTS])
+    experts = {one: value for one, value in theirs.named_parameters() if one.endswith(PARAMETERS)}
+    across = name in ("gpt-oss", "llama4")
+    with torch.no_grad():
+        write(tmp_path / "one", {}, experts, across)
+    stored = load_file(tmp_path / "one" / WEIGHTS)
+    turned: dict[str, Tensor] = {}
+    for one, down in stored.items():
+        if ".lora_A." not in one:
+            continue
+        up = stored[one.replace("lora_A", "lora_B")]
+        by_rank = up.unflatten(1, (3, -1)), down.unflatten(0, (-1, 3))  # [outputs, r, experts], [experts, r, inputs]
+        turned[one] = by_rank[0].permute(2, 1, 0).flatten(0, 1).contiguous()
+        turned[one.replace("lora_A", "lora_B")] = by_rank[1].permute(2, 1, 0).flatten(1).contiguous()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / CONFIG).write_text((tmp_path / "one" / CONFIG).read_text())
+    save_file(turned, tmp_path / "other" / WEIGHTS)
+    found, other = (targets.fit(read_folder(tmp_path / part, 1 << 24)).factors for part in ("one", "other"))
+    assert found.keys() == other.keys() and len(found) > 3
+    for one, (down, up, scale) in found.items():
+        made = other[one].scale * other[one].up.double() @ other[one].down.double()
+        torch.testing.assert_close(made, scale * up.double() @ down.double())
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "glm4-moe"])

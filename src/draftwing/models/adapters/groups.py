@@ -6,11 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.layers.attention import AttentionConfig
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import EXPERTS, HEADS, SHARED
@@ -53,18 +55,53 @@ def apart(down: Tensor, up: Tensor, rank: int, module: str) -> Iterator[tuple[st
         yield f"{module}.{expert}", (own, ups[:, :, expert])
 
 
-def of_experts(config: ModelConfig, module: str, down: Tensor, up: Tensor) -> Iterator[tuple[str, Pair]]:
-    """Yields (name, factors) of a matrix, or of a part of `apart` by an expert's names in a checkpoint: which matrix it
-    is, is told by shapes. Raises CheckpointError for shapes of neither."""
+class _Fused(NamedTuple):
+    """A part of `apart`: of which layer, number and expert; rows of the residual stream, and those made of a row."""
+
+    layer: LayerConfig
+    number: str
+    expert: str
+    size: int
+    made: int
+    ffn: int
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Returns outputs and inputs of the first and of the last matrix."""
+        return (self.made, self.size), (self.size, self.ffn)
+
+
+def _fused(config: ModelConfig, module: str) -> _Fused | None:
     match = _FUSED.fullmatch(module)
     layer = config.layers[int(match[1])] if match is not None and int(match[1]) < len(config.layers) else None
-    experts = None if layer is None else layer.experts
-    if match is None or layer is None or experts is None:
+    if match is None or layer is None or layer.experts is None:
+        return None
+    size, ffn = layer.experts.latent or config.hidden_size, layer.experts.ffn
+    return _Fused(layer, match[1], match[2], size, ffn * (2 if layer.gated else 1), ffn)
+
+
+def is_turned(config: ModelConfig, module: str, down: Tensor, up: Tensor) -> bool:
+    """Returns whether shapes show factors of a transposed matrix: PEFT takes what parameters have last for inputs, or,
+    of older versions, what they have first, and some models have parameters the other way round."""
+    fused, found = _fused(config, module), (len(up), down.shape[1])
+    return fused is not None and found not in fused.shapes and found[::-1] in fused.shapes
+
+
+def of_experts(
+    config: ModelConfig, module: str, down: Tensor, up: Tensor, turned: bool = False
+) -> Iterator[tuple[str, Pair]]:
+    """Yields (name, factors) of a matrix, or of a part of `apart` by an expert's names in a checkpoint: which matrix it
+    is, is told by shapes. turned: whether parts are of transposed matrices.  Raises CheckpointError for shapes of
+    neither."""
+    fused = _fused(config, module)
+    if fused is None:
         yield module, (down, up)
         return
-    names, size, ffn = config.family.expert_names, experts.latent or config.hidden_size, experts.ffn
-    made, found = ffn * (2 if layer.gated else 1), (len(up), down.shape[1])
-    prefix = f"model.layers.{match[1]}.{names.experts}.{match[2]}"
+    if turned:
+        down, up = up.T, down.T
+    names, (made, size), ffn = config.family.expert_names, fused.shapes[0], fused.ffn
+    found, gated = (len(up), down.shape[1]), fused.layer.gated
+    prefix = f"model.layers.{fused.number}.{names.experts}.{fused.expert}"
     if size == ffn == made:  # without gates
         raise CheckpointError(
             f"{module}: the model's experts have up_proj and down_proj of one shape, which a file of target_parameters "
@@ -72,7 +109,7 @@ def of_experts(config: ModelConfig, module: str, down: Tensor, up: Tensor) -> It
         )
     if found == (size, ffn):
         yield f"{prefix}.{names.down}", (down, up)
-    elif found == (made, size) and not layer.gated:
+    elif found == (made, size) and not gated:
         yield f"{prefix}.{names.up}", (down, up)
     elif found == (made, size):
         parts = (up[0::2], up[1::2]) if config.family.interleaved else up.split(ffn)
@@ -81,7 +118,7 @@ def of_experts(config: ModelConfig, module: str, down: Tensor, up: Tensor) -> It
     else:
         raise CheckpointError(
             f"{module}: the adapter is of a matrix {list(found)}, an expert's of the model are {[made, size]} and "
-            f"{[size, ffn]}: expected an adapter of this model, with lora_A by inputs (of PEFT 0.19 or later)"
+            f"{[size, ffn]}: expected an adapter of this model; found one of another"
         )
 
 
