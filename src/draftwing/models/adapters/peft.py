@@ -110,8 +110,10 @@ def _factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], path: Pat
         where = f"{path}: {show(module)}"
         if joined and (of_all := _OF_ALL.fullmatch(module)):
             beside = [one for one in pairs if (match := _OF_ALL.fullmatch(one)) and match[1] == of_all[1]]
-            rows = [len(pairs[one].get("A", ())) for one in beside]
-            every = scale.of_parameters(of_all[1], config["target_parameters"], rows, where)
+            if any(len(pairs[one]) < 2 or any(part.dim() != 2 for part in pairs[one].values()) for one in beside):
+                raise CheckpointError(f"{where}: expected lora_A and lora_B of two dimensions for each parameter")
+            shapes = [(len(pairs[one]["B"]), *pairs[one]["A"].shape) for one in beside]
+            every = scale.of_parameters(of_all[1], config["target_parameters"], shapes, where)
             rank, times = every[beside.index(module)]
             for own, (down, up) in groups.apart(pair["A"], pair["B"], rank, name):
                 checked_factors(down, up, where)
@@ -145,23 +147,28 @@ class _Scales:
         self._alphas = _patterns(config, "alpha_pattern", path)
 
     def of_parameters(
-        self, experts: str, parameters: Sequence[str], rows: Sequence[int], where: str
+        self, experts: str, parameters: Sequence[str], shapes: Sequence[tuple[int, ...]], where: str
     ) -> tuple[tuple[int, float], ...]:
         """Returns rank and scale of each pair of a module, of which files do not say what parameter it is of: that all
-        are of as many experts does. rows: of each `lora_A`, experts * rank. Raises CheckpointError."""
+        are of as many experts does, and what they read and make. shapes: of each pair, its outputs, experts * rank and
+        its inputs. Raises CheckpointError."""
         names = list(dict.fromkeys(f"{experts}.{one.rpartition('.')[2]}" for one in parameters))  # three at most
         ranks = [_matched(self._ranks, name, self._rank) for name in names]
         known = all(rank in range(1, MAX_RANK + 1) for rank in ranks)
-        kinds = [(int(rank), self.of(name, rank, where)) for name, rank in zip(names, ranks, strict=True) if known]
-        fits = {
-            chosen
-            for chosen in permutations(kinds, len(rows))
-            if len({divmod(size, rank) for size, (rank, _) in zip(rows, chosen, strict=True)}) == 1
+        kinds = {
+            name: (int(rank), self.of(name, rank, where)) for name, rank in zip(names, ranks, strict=True) if known
         }
+        orders = [
+            chosen
+            for chosen in permutations(kinds, len(shapes))
+            if len({divmod(one[1], kinds[name][0]) for one, name in zip(shapes, chosen, strict=True)}) == 1
+        ]
+        by_shape = [chosen for chosen in orders if _fit_together(dict(zip(chosen, shapes, strict=True)))]
+        fits = {tuple(kinds[name] for name in chosen) for chosen in by_shape or orders}
         if len(fits) != 1:
             raise CheckpointError(
                 f"{where}: expected ranks and alphas of experts' parameters that tell which of them each pair is of; "
-                f"found ranks {show(sorted(map(str, ranks)))} for {show(rows)} rows of lora_A"
+                f"found ranks {show(sorted(map(str, ranks)))} for {show([one[1] for one in shapes])} rows of lora_A"
             )
         return fits.pop()
 
@@ -171,6 +178,16 @@ class _Scales:
             raise CheckpointError(f"{where}: expected the rank that {CONFIG} has, {show(wanted)}; found {rank}")
         alpha = _matched(self._alphas, module, self._alpha)
         return alpha / (math.sqrt(rank) if self._root else rank)
+
+
+def _fit_together(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Returns whether what the last of experts' matrices makes, and reads, is what the first reads, and makes; or, of
+    transposed ones, the reverse. shapes: of pairs by parameter, outputs, rows and inputs."""
+    (outputs, _, inputs), (made, _, read) = (
+        next((one for name, one in shapes.items() if name.endswith("down_proj") == last), (0, 0, 0)) for last in (0, 1)
+    )
+    times = 2 if any(name.endswith("gate_up_proj") for name in shapes) else 1
+    return (made, times * read) == (inputs, outputs) or (read, times * made) == (outputs, inputs)
 
 
 def _number(value: Any, key: str, path: Path) -> float:
