@@ -250,7 +250,7 @@ def test_adapters_of_each_expert_are_those_of_all(tmp_path: Path) -> None:
         read_folder(by_expert(tmp_path / "more", whole, **more), 1 << 24)
     with pytest.raises(CheckpointError, match=r"experts \* 3, inputs"):
         read_folder(by_expert(tmp_path / "odd", whole, target_parameters=["experts.gate_up_proj"], r=3), 1 << 24)
-    wrong = {f"{experts}.lora_A.weight": up.T, f"{experts}.lora_B.weight": down.T[: inputs // 2]}
+    wrong = {f"{experts}.lora_A.weight": up.T, f"{experts}.lora_B.weight": down.T[: inputs // 4]}
     folder = by_expert(tmp_path / "wrong", wrong, target_parameters=["experts.gate_up_proj"])
     with pytest.raises(CheckpointError, match="expected an adapter of this model"):
         targets.fit(read_folder(folder, 1 << 24))
