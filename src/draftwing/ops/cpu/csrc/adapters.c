@@ -3,7 +3,7 @@
    by lanes, over the rank from the first on. So a row has the same bits whatever rows are beside it. Factors in 8 bits:
    adapters_8.c. */
 
-#include "cpu.h"
+#include "blocks.h"
 
 #define ROWS 32    /* of x that are worked on together */
 #define OUTPUTS 64 /* that a thread takes at a time */
@@ -136,6 +136,15 @@ static void up_rows(const Adapted *a, const Adapting *of, void *y, int64_t y_str
 int64_t adapter_bytes(const Adapted *a, int64_t rows) {
     const int64_t size = a && a->type == IN_8_BITS ? (int64_t)sizeof(Sixteen) / 16 : (int64_t)sizeof(float);
     return a ? rows * a->slices * a->rank * size : 0;
+}
+Ahead adapter_ahead(const Adapted *a, const int64_t *slots, int64_t rows, const Member *me) {
+    int64_t row = 0, bytes = 0;
+    while (row < rows && !slots[row]) row++;
+    if (!a || row == rows) return (Ahead){0};
+    if (a->type == IN_8_BITS) bytes = units_of(a) * panel_bytes(kind_of(Q8_0), a->inputs);
+    else bytes = a->slices * a->rank * a->inputs * (a->type == IN_HALF ? 2 : 4);
+    const char *at = (const char *)a->down + (slots[row] - 1) * bytes;
+    return (Ahead){at + share(me, bytes / 64, 0) * 64, at + share(me, bytes / 64, 1) * 64};
 }
 int64_t adapter_units(const Adapted *a) { return a ? units_of(a) : 0; }
 void adapter_down(const Adapted *a, const Adapting *of, int64_t unit) {

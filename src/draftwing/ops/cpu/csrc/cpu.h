@@ -338,15 +338,16 @@ HIDDEN int can_adapt(void);      /* whether calls notice that a thread of theirs
 HIDDEN void run(void (*work)(void *), void *data, Workers *workers, int64_t cost);
 INLINE int64_t take(int64_t *counter, int64_t step) { return __atomic_fetch_add(counter, step, __ATOMIC_RELAXED); }
 
-/* Memory that a thread reads next, and after that: brought nearer while it computes, or waits for others. */
+/* Memory that a thread reads next, and after that: brought nearer while it computes, or waits for others. `later` is NULL
+   where nothing comes after it, `third` where nothing comes after that. */
 typedef struct {
-    const char *at, *end, *later, *last;
+    const char *at, *end, *later, *last, *third, *final;
 } Ahead;
 INLINE void fetch(Ahead *a, int64_t lines) {
     for (; lines && a->at < a->end; lines--) {
         __builtin_prefetch(a->at, 0, 2);
         a->at += 64;
-        if (a->at >= a->end && a->later) *a = (Ahead){a->later, a->last, NULL, NULL};
+        if (a->at >= a->end && a->later) *a = (Ahead){a->later, a->last, a->third, a->final};
     }
 }
 
@@ -592,6 +593,8 @@ typedef struct {
 } Adapting;
 HIDDEN int64_t adapter_bytes(const Adapted *a, int64_t rows); /* of `between` */
 HIDDEN int64_t adapter_units(const Adapted *a);               /* of the first product */
+/* A thread's part of what `adapter_down` reads for the first row that has an adapter. */
+HIDDEN Ahead adapter_ahead(const Adapted *a, const int64_t *slots, int64_t rows, const Member *me);
 HIDDEN void adapter_down(const Adapted *a, const Adapting *of, int64_t unit);
 /* y [rows, outputs], of which outputs [from, to): multiples of 16 */
 HIDDEN void adapter_up(const Adapted *a, const Adapting *of, void *y, int64_t from, int64_t to);

@@ -58,7 +58,11 @@ Ahead weight_of(const Product *p, Range outputs) {
     }
     return (Ahead){at, end - at < MOST_AHEAD ? end : at + MOST_AHEAD, NULL, NULL};
 }
-static Ahead both(Ahead first, Ahead then) { return (Ahead){first.at, first.end, then.at, then.end}; }
+/* first: what adapters read, or nothing. */
+static Ahead all_of(Ahead first, Ahead second, Ahead third) {
+    if (!first.at) return (Ahead){second.at, second.end, third.at, third.end};
+    return (Ahead){first.at, first.end, second.at, second.end, third.at, third.end};
+}
 static void product(Product p, Range outputs, void *out, const void *x, const Rounded *rounded, const void *residual,
                     int64_t rows) {
     p.out = out;
@@ -173,6 +177,9 @@ static Adapting adapt_inputs(const Layers *j, const Layer *l, int gemm, const vo
     }
     return a;
 }
+static Ahead factors_ahead(const Layers *j, const Layer *l, int gemm, const Member *me) {
+    return j->adapters ? adapter_ahead(l->adapted[gemm], j->adapters, j->rows, me) : (Ahead){0};
+}
 static void adapt_outputs(const Layers *j, const Layer *l, int gemm, void *y, const Adapting *a, const Spare *s,
                           Range outputs) {
     Ahead nothing = {0};
@@ -220,7 +227,8 @@ static void some_of_layers(void *data) {
             adapt_outputs(j, &layer, QKV, s.qkv, &adapting, &s, mine);
             for (int64_t i = 0; i < rows; i++) rope_part(&rope, i, heads.from, heads.to);
         }
-        next = both(weight_of(&layer.o, halves), weight_of(&layer.gate_up, range_of(&me, ffn / UNIT, UNIT)));
+        next = all_of(factors_ahead(j, &layer, O, &me), weight_of(&layer.o, halves),
+                      weight_of(&layer.gate_up, range_of(&me, ffn / UNIT, UNIT)));
         meet(&me, &next);
 
         a.q = s.qkv;
@@ -239,6 +247,7 @@ static void some_of_layers(void *data) {
             product(layer.o, taken_of(&units, UNIT), s.middle, s.attended, &s.attended_8, x, rows);
             adapt_outputs(j, &layer, O, s.middle, &adapting, &s, taken_of(&units, UNIT));
         }
+        next = all_of(factors_ahead(j, &layer, GATE_UP, &me), (Ahead){next.at, next.end}, (Ahead){next.later, next.last});
         meet(&me, &next);
 
         input = norm(j, &me, &s, &layer.gate_up, s.middle, layer.mlp_norm, &next);
@@ -254,7 +263,7 @@ static void some_of_layers(void *data) {
                 if (layer.down.blocks) round_part(&s.gated_8, s.gated, i, gate.from, gate.to, j->half);
             }
         }
-        next = weight_of(&layer.down, halves);
+        next = all_of(factors_ahead(j, &layer, DOWN, &me), weight_of(&layer.down, halves), (Ahead){0});
         meet(&me, &next);
 
         adapting = adapt_inputs(j, &layer, DOWN, s.gated, &s.gated_8, &s);
@@ -266,7 +275,7 @@ static void some_of_layers(void *data) {
         if (l + 1 == j->count) break;
         const Layer following = layer_of(POINTER(j->layers[l + 1]), j->half);
         const Range turned = range_of(&me, all_heads, a.dim);
-        next = weight_of(&following.qkv, turned);
+        next = all_of(factors_ahead(j, &following, QKV, &me), weight_of(&following.qkv, turned), (Ahead){0});
         meet(&me, &next);
     }
 }
