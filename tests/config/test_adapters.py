@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from draftwing.config.adapters import may_be_one
@@ -53,3 +55,10 @@ def test_names_that_may_be_of_one_model(base: str, model: str) -> None:
 )
 def test_names_of_two_models(base: str, model: str) -> None:
     assert not may_be_one(base, model) and not may_be_one(model, base)
+
+
+def test_a_relative_folder_is_no_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not may_be_one(LLAMA, "models/llama-3.1-8b-ours")
+    (tmp_path / "models" / "llama-3.1-8b-ours").mkdir(parents=True)
+    assert may_be_one(LLAMA, "models/llama-3.1-8b-ours")

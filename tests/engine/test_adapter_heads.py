@@ -27,6 +27,7 @@ from draftwing import LLM
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.core import DraftDeferral
 from draftwing.engine.graphs import RecordedStages
+from draftwing.engine.startup.adapters import AdapterFiles
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.models.adapters.adapter import Adapter, Factors
@@ -472,6 +473,38 @@ def test_heads_are_read_again_from_their_files(
         assert [one.token_ids for one in llm.generate(bench.prompts, {"temperature": 0}, adapter="good")] == texts
         assert str(heads["good"]) in caplog.text
         assert llm.engine.idle()
+
+
+def test_a_head_that_could_not_be_read_for_a_while_drafts_again(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was no fault of its files takes it away from one request; a head that is judged worse is not read at all."""
+    folders = {name: Path(shutil.copytree(bench.own, tmp_path / name)) for name in ("first", "second")}
+    write_adapter(tmp_path / "other", bench.target, 5, strength=0.1)  # so that each has a slot of its own
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(tmp_path / "other" / file, folders["second"] / file)
+    shutil.rmtree(folders["second"] / "draft_head")
+    negated(bench.own / "draft_head", folders["second"] / "draft_head")
+    given, read, asked = [f"{name}={folder}" for name, folder in folders.items()], AdapterFiles.head_again, []
+    wrong: list[Exception] = [OSError(24, "Too many open files")]
+
+    def sometimes(self: AdapterFiles, folder: Path, digest: str) -> Adapter:
+        asked.append(folder)
+        if wrong:
+            raise wrong.pop()
+        return read(self, folder, digest)
+
+    with LLM(**options(bench, lora_modules=given, max_lora_head_rank=5, max_loras=1, max_cpu_loras=1)) as llm:
+        expected = {name: counted(llm, bench, name) for name in folders}
+        monkeypatch.setattr(AdapterFiles, "head_again", sometimes)
+        assert len(counted(llm, bench, "first")) == len(bench.prompts) and not wrong
+        assert [counted(llm, bench, name) for name in ("second", "first")] == [expected["second"], expected["first"]]
+        monkeypatch.setattr(OwnHeads, "is_worse", lambda self, key: True)
+        monkeypatch.setattr(OwnHeads, "next", lambda self, key: False)
+        asked.clear()
+        for name in ("second", "first"):
+            counted(llm, bench, name)
+        assert not asked and llm.engine.idle()
 
 
 def test_no_head_reads_what_another_has_cached(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,11 @@ from reference.learnable import ENGINE, write_target
 from tiny_adapters import write_adapter
 
 from draftwing import LLM, SamplingParams
+from draftwing.config.adapters import AdapterCard
 from draftwing.core import Output
 from draftwing.engine.startup.adapters import AdapterFiles
+from draftwing.errors import CheckpointError
+from draftwing.models.adapters.adapter import Adapter
 from draftwing.requests.request import GenerationRequest
 
 COUNT, MOST, SLOTS = 12, 4, 2
@@ -231,6 +234,28 @@ def test_files_that_are_as_they_were_are_served_again(target: Path, copies: list
         copies[0].rename(tmp_path / "elsewhere")
         assert llm.generate([PROMPTS[0]], GREEDY, adapter="a0")[0].finish_reason["type"] == "abort"
         (tmp_path / "elsewhere").rename(copies[0])
+        assert texts_of(llm, ["a0", "a1"]) == expected
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), OSError(24, "Too many open files"), CheckpointError("torn")])
+def test_what_could_not_be_read_for_a_while_is_read_when_it_can(
+    target: Path, copies: list[Path], error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only files that are at fault are to be loaded again; whoever asks once more has the adapter."""
+    again, wrong = AdapterFiles.again, [error] * (4 if isinstance(error, CheckpointError) else 2)  # it is tried twice
+
+    def sometimes(self: AdapterFiles, card: AdapterCard) -> Adapter:
+        if wrong:
+            raise wrong.pop()
+        return again(self, card)
+
+    with LLM(str(target), **serving(copies, 1, 1)) as llm:
+        expected = texts_of(llm, ["a0", "a1"])
+        monkeypatch.setattr(AdapterFiles, "again", sometimes)
+        for _ in range(2):
+            reason = llm.generate([PROMPTS[0]], GREEDY, adapter="a0")[0].finish_reason
+            assert reason["type"] == "abort" and "'a0'" in reason["message"]
+            assert ("load it again" in reason["message"]) == isinstance(error, CheckpointError)
         assert texts_of(llm, ["a0", "a1"]) == expected
 
 

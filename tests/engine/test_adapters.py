@@ -205,7 +205,7 @@ def test_adapters_that_come_and_go_under_load(tmp_path: Path, drafter: str, rank
         stats = engine.stats()
         assert engine.reporter.accept_length > 1.2 and stats["adapter_loads"] > 6, stats
         assert stats["adapters"] == len(named) and stats["adapters_on_device"] == 2
-        assert most == 1 or not stats["adapter_reads"]
+        assert (most == 1) == (stats["adapter_reads"] > 0)
     assert found == [alone[which][i] for which, i in asked]
     assert len({tuple(text) for text in found}) > 16
 

@@ -102,6 +102,6 @@ def _plain_name(name: str) -> tuple[str, bool]:
     alias = ALIASES.get(name)
     name = name if alias is None or alias.hub is None else alias.hub.repo
     name = name[-_LONGEST:].replace("\\", "/").rstrip("/")
-    found = _HUB_ID.fullmatch(name)
+    found = None if Path(name).exists() else _HUB_ID.fullmatch(name)
     last = name.rpartition("/")[2] if found is None else found[1] or found[2]
     return _FORM.sub("", last.lower()), found is not None

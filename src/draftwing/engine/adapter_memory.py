@@ -51,7 +51,7 @@ class AdapterMemory:
         self._lock = threading.Lock()
         self._held: OrderedDict[str, Adapter] = OrderedDict()  # the one that was used last at the end
         self._needed: Counter[str] = Counter()  # by requests without a slot
-        self._reading, self._failed = "", set[str]()
+        self._reading, self._failed = "", dict[str, Exception]()
         self.reads = 0
 
     def __len__(self) -> int:
@@ -68,6 +68,7 @@ class AdapterMemory:
     def put(self, digest: str, adapter: Adapter) -> None:
         """Has an adapter, in place of none with the same digest."""
         with self._lock:
+            self._failed.pop(digest, None)
             self._held.setdefault(digest, adapter)
             self._held.move_to_end(digest)
             self._make_room(0)
@@ -109,13 +110,14 @@ class AdapterMemory:
             threading.Thread(target=self._read, args=(digest, read), name="adapter-read", daemon=True).start()
         except RuntimeError as error:  # there is no thread to be had
             self._ended(digest, None, error)
+            self._wake()
 
-    def take_failed(self) -> set[str]:
-        """Returns what could not be read since the last call."""
+    def take_failed(self) -> dict[str, Exception]:
+        """Returns what could not be read since the last call, and why."""
         if not self._failed:
-            return set()
+            return {}
         with self._lock:
-            failed, self._failed = self._failed, set()
+            failed, self._failed = self._failed, {}
             return failed
 
     def _read(self, digest: str, read: Callable[[], Adapter]) -> None:
@@ -132,9 +134,9 @@ class AdapterMemory:
             log.error("an adapter's files cannot be read again: %s", wrong)
         with self._lock:
             self._reading = ""
-            if adapter is None:
-                self._failed.add(digest)
-            else:
+            if wrong is not None:
+                self._failed[digest] = wrong
+            elif adapter is not None:
                 self._held[digest] = adapter
                 self.reads += 1
                 self._make_room(0)  # others were loaded meanwhile

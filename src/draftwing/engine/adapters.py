@@ -29,6 +29,8 @@ from draftwing.sched.req import Req
 log = logging.getLogger("draftwing")
 NOT_SERVED = "adapters are not served: start with --lora-modules or --lora-dir"
 GONE = "its files are gone or have changed since it was loaded: load it again (load_inplace)"
+ONCE = "it could not be read again, the server's log says why: ask once more"
+UNSERVED = CheckpointError, ConfigError  # what is wrong with files, for good
 AHEAD = 64  # of those that wait, for whom something is read
 PATIENCE = 2.0  # seconds that a request may wait for a slot before those with adapters that have one wait behind it
 
@@ -217,14 +219,15 @@ class EngineAdapters:
         """Yields those that wait, which they do not any more, for what could not be read again, and why in words. A
         draft head that could not be read drafts no more; the adapter is served without it."""
         if heads := self._head_memory.take_failed():
-            self._forget_heads(heads)
+            self._forget_heads(set(heads), {digest for digest, why in heads.items() if isinstance(why, UNSERVED)})
         if not (failed := self._memory.take_failed()):
             return
         lost = [req for _, req in self._waiting if self._of[req.uid].digest in failed]
         self._waiting = deque(one for one in self._waiting if one[1] not in lost)
         for req in lost:
-            names = self._of[req.uid].names
-            yield req, f"the adapter {names} is not in memory any more (--max-cpu-loras {self._most}), and {GONE}"
+            held = self._of[req.uid]
+            why = GONE if isinstance(failed[held.digest], UNSERVED) else ONCE
+            yield req, f"the adapter {held.names} is not in memory any more (--max-cpu-loras {self._most}), and {why}"
 
     def drop(self, uid: str) -> Req | None:
         """Returns a request that waits, which does not any more."""
@@ -270,6 +273,8 @@ class EngineAdapters:
         if new:
             self._put(req.adapter, self._in_memory(self._memory, held.digest))
             self.loads += 1
+        else:
+            self._memory.get(held.digest)  # it is used, and so others give way before it
         req.drafts_as, key, head = held.digest, held.head_key, held.head
         own = bool(key) and self._judged.next(key)
         self._given[req.uid] = Given(held.digest, "", "" if own else key)
@@ -297,7 +302,13 @@ class EngineAdapters:
         """Returns whether nothing of it is to be read first."""
         if held.digest not in self._places and held.digest not in self._memory:
             return False
-        return held.head is None or held.head_key in self._heads or held.head.digest in self._head_memory
+        return not self._lacks_head(held)
+
+    def _lacks_head(self, held: Held) -> bool:
+        """Returns whether a draft head that may draft is to be read first."""
+        if held.head is None or held.head_key in self._heads or held.head.digest in self._head_memory:
+            return False
+        return not self._judged.is_worse(held.head_key)
 
     def _in_memory(self, memory: AdapterMemory, digest: str) -> Adapter:
         found = memory.get(digest)
@@ -315,7 +326,7 @@ class EngineAdapters:
             if held.digest not in self._places and held.digest not in self._memory:
                 self._memory.fetch(held.digest, partial(self._made, self._files, held), i == 0)
             head = held.head
-            if head is not None and held.head_key not in self._heads and head.digest not in self._head_memory:
+            if head is not None and self._lacks_head(held):
                 self._head_memory.fetch(head.digest, partial(self._files.head_again, head.folder, head.digest), i == 0)
 
     def _made(self, files: AdapterFiles, held: Held) -> Adapter:
@@ -353,14 +364,15 @@ class EngineAdapters:
         if held.head is not None:
             self._head_memory.release(held.head.digest)
 
-    def _forget_heads(self, digests: set[str]) -> None:
-        """Has requests, those that wait included, draft with the model's head in place of these."""
+    def _forget_heads(self, digests: set[str], for_good: set[str]) -> None:
+        """Has those that wait draft with the model's head in place of these. for_good: which later requests do without,
+        too."""
         with self._lock:
             for name, known in self._named.items():
-                if known.head is not None and known.head.digest in digests:
+                if known.head is not None and known.head.digest in for_good:
                     self._named[name] = known._replace(head=None)
                     log.warning("the draft head of the adapter %r is not used any more: load it again", name)
-            self._learnt = {key: head for key, head in self._learnt.items() if head.digest not in digests}
+            self._learnt = {key: head for key, head in self._learnt.items() if head.digest not in for_good}
             for uid, held in self._of.items():
                 if held.head is not None and held.head.digest in digests and uid not in self._given:
                     self._head_memory.release(held.head.digest)

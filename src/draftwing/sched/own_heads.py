@@ -53,6 +53,10 @@ class OwnHeads:
             trial.turns[self._random.randrange(TURNS)] = False
         return trial.turns.pop()
 
+    def is_worse(self, key: str) -> bool:
+        """Returns whether it is known that the model's head is better."""
+        return key in self._trials and self._trials[key].better is False
+
     def ended(self, key: str, own: bool, drafts: int, steps: int) -> bool | None:
         """Notes a request that had the adapter's own head, or the model's. drafts: that were accepted.  steps: in which
         something was verified; 0 says nothing. Returns what is known since then of which is better, if it was not."""

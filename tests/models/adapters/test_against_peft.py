@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import hybrid_models
+import peft
 import pytest
 import torch
 from models.adapters.test_families import LENGTH, MAKERS, logits
@@ -20,8 +21,6 @@ from draftwing.models.adapters.read import stored_rank
 from draftwing.models.decoder import WIDE
 from draftwing.models.loader import load_model
 from draftwing.ops import make_ops
-
-peft = pytest.importorskip("peft")
 
 FULL, FUSED = ["q_proj", "k_proj", "v_proj", "o_proj"], ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 # Of one family of each kind, what PEFT is asked for.

@@ -338,8 +338,8 @@ HIDDEN int can_adapt(void);      /* whether calls notice that a thread of theirs
 HIDDEN void run(void (*work)(void *), void *data, Workers *workers, int64_t cost);
 INLINE int64_t take(int64_t *counter, int64_t step) { return __atomic_fetch_add(counter, step, __ATOMIC_RELAXED); }
 
-/* Memory that a thread reads next, and after that: brought nearer while it computes, or waits for others. `later` is NULL
-   where nothing comes after it, `third` where nothing comes after that. */
+/* Memory that a thread reads next, and what it reads after that, up to three ranges: brought nearer while it computes, or
+   waits for others. NULL: there are no more. */
 typedef struct {
     const char *at, *end, *later, *last, *third, *final;
 } Ahead;

@@ -178,7 +178,13 @@ static Adapting adapt_inputs(const Layers *j, const Layer *l, int gemm, const vo
     return a;
 }
 static Ahead factors_ahead(const Layers *j, const Layer *l, int gemm, const Member *me) {
-    return j->adapters ? adapter_ahead(l->adapted[gemm], j->adapters, j->rows, me) : (Ahead){0};
+    const Ahead all = j->adapters ? adapter_ahead(l->adapted[gemm], j->adapters, j->rows, me) : (Ahead){0};
+    return (Ahead){all.at, all.end - all.at < MOST_AHEAD ? all.end : all.at + MOST_AHEAD};
+}
+/* The last of what is fetched, or what is left of it. */
+static Ahead last_of(Ahead a) {
+    if (a.third) return (Ahead){a.third, a.final};
+    return a.later ? (Ahead){a.later, a.last} : a;
 }
 static void adapt_outputs(const Layers *j, const Layer *l, int gemm, void *y, const Adapting *a, const Spare *s,
                           Range outputs) {
@@ -247,7 +253,7 @@ static void some_of_layers(void *data) {
             product(layer.o, taken_of(&units, UNIT), s.middle, s.attended, &s.attended_8, x, rows);
             adapt_outputs(j, &layer, O, s.middle, &adapting, &s, taken_of(&units, UNIT));
         }
-        next = all_of(factors_ahead(j, &layer, GATE_UP, &me), (Ahead){next.at, next.end}, (Ahead){next.later, next.last});
+        if (j->adapters) next = all_of(factors_ahead(j, &layer, GATE_UP, &me), last_of(next), (Ahead){0});
         meet(&me, &next);
 
         input = norm(j, &me, &s, &layer.gate_up, s.middle, layer.mlp_norm, &next);
