@@ -10,7 +10,7 @@ from draftwing.config.adapters import may_be_one
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 CACHE = (
-    "/root/.cache/huggingface/hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f249a16976918f6564b8830bc894c89659"
+    "/home/x/.cache/huggingface/hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f249a16976918f6564b8830bc894c89659"
 )
 
 
@@ -62,3 +62,8 @@ def test_a_relative_folder_is_no_name_of_the_hub(tmp_path: Path, monkeypatch: py
     assert not may_be_one(LLAMA, "models/llama-3.1-8b-ours")
     (tmp_path / "models" / "llama-3.1-8b-ours").mkdir(parents=True)
     assert may_be_one(LLAMA, "models/llama-3.1-8b-ours")
+
+
+@pytest.mark.parametrize("name", ["a" * 299, "a/" * 150, "llama-8b\0", "a" * 100_000 + "/llama-8b", "\udcff-8b"])
+def test_names_that_no_file_can_have(name: str) -> None:
+    assert may_be_one(name, name)

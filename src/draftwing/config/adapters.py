@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -88,7 +89,7 @@ def may_be_one(base: str, model: str) -> bool:
     """Returns whether two names may be of one model, each an alias, a hub id, or a folder or file. A name without a
     size (7B) says nothing; one of a folder is its owner's, so a word in common is enough."""
     (first, on_hub), (other, also) = _plain_name(base), _plain_name(model)
-    if not (_SIZE.search(first) and _SIZE.search(other)):
+    if first == other or not (_SIZE.search(first) and _SIZE.search(other)):
         return True
     if not (on_hub and also):
         words, more = ({*re.findall("[a-z]{3,}", one)} - {"instruct", "chat", "base"} for one in (first, other))
@@ -102,6 +103,6 @@ def _plain_name(name: str) -> tuple[str, bool]:
     alias = ALIASES.get(name)
     name = name if alias is None or alias.hub is None else alias.hub.repo
     name = name[-_LONGEST:].replace("\\", "/").rstrip("/")
-    found = None if Path(name).exists() else _HUB_ID.fullmatch(name)
+    found = None if os.path.exists(name) else _HUB_ID.fullmatch(name)
     last = name.rpartition("/")[2] if found is None else found[1] or found[2]
     return _FORM.sub("", last.lower()), found is not None

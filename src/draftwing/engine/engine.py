@@ -257,11 +257,9 @@ class Engine:
             raise ConfigError(NOT_SERVED)
         check_name(name, self.options.model_names)
         card, adapter = self._files.read(name, path)
-        slots, device, head = self.parts.executor.adapters, self.parts.executor.device, adapter.head
-        if (
-            slots is not None and adapter.image and self.options.lora_dir and device.has_own_memory
-        ):  # others may be loaded
-            threading.Thread(target=slots.spare.fill, args=(device.host_memory,), name="adapter", daemon=True).start()
+        head = adapter.head
+        if adapter.image:
+            self._files.ask_ahead()
         self._adapters.add(card, adapter, replace)
         of_head = "" if head is None else f", a draft head of its own: rank {head.rank}, {head.nbytes / 1e6:.1f} MB"
         log.info("the adapter %r is loaded: rank %d, %.1f MB%s", name, adapter.rank, adapter.nbytes / 1e6, of_head)

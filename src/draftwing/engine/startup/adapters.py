@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,12 @@ class AdapterFiles:
     def imaged(self, adapter: Adapter) -> Adapter:
         """Returns the adapter as slots are filled with it."""
         return self._slots.imaged(adapter, self._device.host_memory)
+
+    def ask_ahead(self) -> None:
+        """Has a thread ask for page-locked memory for the next adapter, where one may be loaded while serving."""
+        memory = self._device.host_memory
+        if self._options.lora_dir and self._device.has_own_memory:
+            threading.Thread(target=self._slots.spare.fill, args=(memory,), name="adapter", daemon=True).start()
 
     def _read(self, path: Path) -> Adapter:
         targets, most = self._slots.targets, self._options.max_lora_rank

@@ -17,7 +17,15 @@ from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import ParamSlice
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.machine import free_memory
-from draftwing.models.adapters.groups import is_turned, kind_of, of_experts, of_heads, of_queries, parted, stored_name
+from draftwing.models.adapters.groups import (
+    is_transposed,
+    kind_of,
+    of_experts,
+    of_heads,
+    of_queries,
+    parted,
+    stored_name,
+)
 from draftwing.models.adapters.image import SlotLayout, SpareMemory, all_finite, call_for_all
 from draftwing.models.apart import of_state_space
 from draftwing.models.config import ModelConfig
@@ -216,11 +224,13 @@ class AdapterTargets(Targets):
         """Returns the adapter by the names of `targets`, where its model is stored under others, or in other parts.
         Raises CheckpointError for one of another model, or of matrices that take none."""
         factors: dict[str, Factors] = {}
-        turned = any(is_turned(self.config, module, one.down, one.up) for module, one in adapter.factors.items())
+        transposed = any(
+            is_transposed(self.config, module, one.down, one.up) for module, one in adapter.factors.items()
+        )
         for module, one in adapter.factors.items():
             if module.startswith(OTHER_SENSES) and not one.up.any():
                 continue  # was made with all others, and not trained
-            for name, own in self._apart(module, one, turned):
+            for name, own in self._apart(module, one, transposed):
                 stored = stored_name(self.config.family, name)
                 name = name if name in self.targets or stored not in self.targets else stored
                 if name in factors:
@@ -230,9 +240,9 @@ class AdapterTargets(Targets):
         self.check(fitted)
         return fitted
 
-    def _apart(self, module: str, factors: Factors, turned: bool) -> Iterator[tuple[str, Factors]]:
-        """Yields what the loader makes of the matrix: parts of its outputs. turned: as `of_experts` has it."""
-        for own, (down, up) in of_experts(self.config, module, factors.down, factors.up, turned):
+    def _apart(self, module: str, factors: Factors, transposed: bool) -> Iterator[tuple[str, Factors]]:
+        """Yields what the loader makes of the matrix: parts of its outputs. transposed: as `of_experts` has it."""
+        for own, (down, up) in of_experts(self.config, module, factors.down, factors.up, transposed):
             for part, ups in self._parts(f"{own}.weight", up):
                 name = part.removesuffix(".weight")
                 if self._latents is None:

@@ -80,7 +80,7 @@ def _fused(config: ModelConfig, module: str) -> _Fused | None:
     return _Fused(layer, match[1], match[2], size, ffn * (2 if layer.gated else 1), ffn)
 
 
-def is_turned(config: ModelConfig, module: str, down: Tensor, up: Tensor) -> bool:
+def is_transposed(config: ModelConfig, module: str, down: Tensor, up: Tensor) -> bool:
     """Returns whether shapes show factors of a transposed matrix: PEFT takes what parameters have last for inputs, or,
     of older versions, what they have first, and some models have parameters the other way round."""
     fused, found = _fused(config, module), (len(up), down.shape[1])
@@ -88,16 +88,16 @@ def is_turned(config: ModelConfig, module: str, down: Tensor, up: Tensor) -> boo
 
 
 def of_experts(
-    config: ModelConfig, module: str, down: Tensor, up: Tensor, turned: bool = False
+    config: ModelConfig, module: str, down: Tensor, up: Tensor, transposed: bool = False
 ) -> Iterator[tuple[str, Pair]]:
     """Yields (name, factors) of a matrix, or of a part of `apart` by an expert's names in a checkpoint: which matrix it
-    is, is told by shapes. turned: whether parts are of transposed matrices.  Raises CheckpointError for shapes of
+    is, is told by shapes. transposed: whether parts are of transposed matrices.  Raises CheckpointError for shapes of
     neither."""
     fused = _fused(config, module)
     if fused is None:
         yield module, (down, up)
         return
-    if turned:
+    if transposed:
         down, up = up.T, down.T
     names, (made, size), ffn = config.family.expert_names, fused.shapes[0], fused.ffn
     found, gated = (len(up), down.shape[1]), fused.layer.gated
