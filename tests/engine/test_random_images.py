@@ -12,18 +12,24 @@ import pytest
 import random_load
 import torch
 from engine_rig import Rig, spread, spread_rig, tiny_model
-from image_models import FEW, KINDS, PAD, TEXT, encoded, loaded, picture, write_model
+from gemma4_models import assistant_for
+from image_models import FEW, KINDS, PAD, TEXT, encoded, loaded, picture, reference, write_model
 from random_load import DRAFTERS, Shown
 
+from draftwing.config.trees import TreeShape
 from draftwing.images.processing import Tile
 from draftwing.images.reader import Picture, Prompt, placed, read
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.assistant_loader import load_assistant
 from draftwing.models.heads.base import DraftLM
 from draftwing.models.heads.config import BlockConfig
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops import make_ops
+from draftwing.spec.assistant_drafter import AssistantDrafter
 from draftwing.spec.build import make_model_drafter
+from draftwing.spec.lookup_drafter import SuffixDrafter
 from draftwing.spec.model_drafter import ModelDrafter
+from draftwing.spec.pair_drafter import PairDrafter
 from draftwing.train.heads import new_block_head, new_eagle3_head, new_eagle_head
 
 SIZES = (40, 30, 0), (40, 30, 3), (8, 8, 4), (64, 16, 2), (30, 40, 1)  # with a seed
@@ -61,8 +67,21 @@ def _reads_text() -> ModelDrafter:
     return ModelDrafter(DraftLM(_draft(), TEXT["vocab_size"]), 7, 4, torch.float32, make_ops(CPU))
 
 
+# What block heads differ in: DSpark's predict from the newest token on, DFlash2's have convolutions and a selector.
+BLOCKS: dict[str, dict[str, Any]] = {
+    "DFLASH": {"from_anchor": False},
+    "DSPARK": {"from_anchor": True, "markov": "vanilla", "rank": 16, "confidence": "markov"},
+    "DFLASH2": {"from_anchor": False, "rank": 16, "taps": 2, "group": 16, "candidates": 16},
+}
+
+
 def reads_states(model: DecoderModel, kind: str, seed: int) -> Any:
-    """Returns a drafter with a head that is fed hidden states, and rows of images in place of their embeddings."""
+    """Returns a drafter with a head that is fed hidden states, and rows of images in place of their embeddings where
+    it reads tokens of prompts; "EAGLE+SUFFIX": beside a lookup."""
+    if kind.endswith("+SUFFIX"):
+        tree, ops = TreeShape(8, 4, 32), make_ops(CPU)
+        lookup = SuffixDrafter(7, ops, tree, capacity=4096, secret=1, image_token=PAD)
+        return PairDrafter(reads_states(model, kind.removesuffix("+SUFFIX"), seed), lookup, tree, tree)
     if kind == "EAGLE3":
         head: Any = new_eagle3_head(model, None, (1, 2), 96, seed)
     elif kind == "EAGLE":
@@ -72,10 +91,18 @@ def reads_states(model: DecoderModel, kind: str, seed: int) -> Any:
         for name, weight in head.named_parameters():
             weight.requires_grad_(False).normal_(1.0 if "norm" in name else 0.0, 0.1, generator=random)
     else:
-        block = BlockConfig((1, 2), 9, model.config.vocab_size - 1, True, (), (), 0, "vanilla", 16, "")
+        block = BlockConfig((1, 2), 9, model.config.vocab_size - 1, windows=(), causal=(), **BLOCKS[kind])
         head = new_block_head(model, block, layers=2, ffn_size=96, seed=seed)
     head = head.float().eval().requires_grad_(False)
     return make_model_drafter(head, 7, 4, torch.float32, make_ops(CPU))
+
+
+def assistant(model: DecoderModel, kind: str, path: Path) -> Any:
+    """Returns the drafter of a random assistant, which reads the target's keys and values."""
+    assistant_for(SimpleNamespace(config=reference(kind).config.get_text_config())).save_pretrained(path)
+    head = load_assistant(path, model, torch.float32, CPU)
+    head.pack(make_ops(CPU))
+    return AssistantDrafter(head, 7, 4, torch.float32, make_ops(CPU))
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -97,15 +124,27 @@ def test_text_is_that_of_each_alone(folder: Path, seed: int) -> None:
 @pytest.mark.exhaustive  # tests/spec/test_heads_behind_images.py has what heads keep of pictures
 @pytest.mark.slow
 @pytest.mark.further(folder=OTHERS)
-@pytest.mark.further(folder="qwen3.5", kind=["EAGLE", "EAGLE3", "DFLASH"])
-@pytest.mark.further(folder="gemma3", kind=["EAGLE", "NEXTN"])
+@pytest.mark.further(folder="qwen3.5", kind=["EAGLE", "EAGLE3", "DFLASH", "DSPARK"])
+@pytest.mark.further(folder="gemma3", kind=["EAGLE", "NEXTN", "DFLASH2", "EAGLE+SUFFIX"])
 @pytest.mark.further(seed=[*range(1, 25)])
-@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3", "NEXTN", "DFLASH"])
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3", "NEXTN", *BLOCKS, "EAGLE+SUFFIX"])
 @pytest.mark.parametrize("seed", range(25))
 def test_heads_that_read_hidden_states(folder: Path, kind: str, seed: int) -> None:
     model, processor = loaded(folder)
     drafter = partial(reads_states, model, kind, seed)
     random_load.check(ONE, model, 1000 + seed, shown_to(processor), (drafter,))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.further(kind="gemma4-mutual")
+@pytest.mark.further(seed=[*range(1, 25)])
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4-mutual"])
+@pytest.mark.parametrize("seed", range(25))
+def test_assistants(kind: str, seed: int, tmp_path: Path, one_thread: None) -> None:
+    model, processor = loaded(write_model(tmp_path / kind, kind))
+    drafter = partial(assistant, model, kind, tmp_path / "assistant")
+    random_load.check(ONE, model, 3000 + seed, shown_to(processor), (drafter,))
 
 
 @pytest.mark.exhaustive  # tests/engine/test_images.py has several answers, too

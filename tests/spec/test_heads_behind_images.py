@@ -35,7 +35,7 @@ from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops import make_ops
 from draftwing.requests.images import axes_of
 from draftwing.spec.build import make_model_drafter
-from draftwing.train.heads import new_eagle_head
+from draftwing.train.heads import new_eagle3_head, new_eagle_head
 
 SHOWN = [(40, 30, 0), (64, 16, 1)]
 CHAIN = TreeShape(2, 1, 3)
@@ -70,10 +70,12 @@ def asked(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Asked:
     return Asked(drafter, model, weights, ids, images)
 
 
-def merged(asked: Asked, text: list[int]) -> tuple[Tensor, Tensor]:
-    """What the target reads of a text, and its last hidden states, [T, hidden], by transformers."""
+def merged(asked: Asked, text: list[int], layers: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
+    """What the target reads of a text, [T, hidden], and its hidden states behind so many layers, [T, layers * hidden],
+    by transformers. -1: the last, normed."""
     model, inputs = inputs_of("qwen3.5", text, [picture(*one) for one in SHOWN])
-    states = model.model(**inputs).last_hidden_state[0].double()
+    found = model.model(**inputs, output_hidden_states=True).hidden_states
+    states = torch.cat([found[layer][0].double() for layer in layers], 1)
     shown = torch.cat([features("qwen3.5", picture(*one))[0] for one in SHOWN]).double()
     embeddings = model.model.language_model.embed_tokens(torch.tensor(text)).double()
     for image in asked.images:
@@ -135,6 +137,32 @@ def test_an_eagle_head(asked: Asked) -> None:
         embeddings, states = merged(asked, text)
         joined = torch.cat((embeddings[1:], states[:-1]), 1) @ named["fc.weight"].T
         values = joined @ named["layers.0.self_attn.v_proj.weight"].T
+        torch.testing.assert_close(stored[:, :, 1].double().flatten(1), values, atol=2e-4, rtol=1e-4)
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    eps = reference("qwen3.5").config.get_text_config().rms_norm_eps
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+@torch.inference_mode()
+@pytest.mark.further(deferral="by slot")
+@pytest.mark.parametrize("deferral", DEFERRALS)
+@pytest.mark.parametrize("layers", [(1, 2), pytest.param((2, 3), marks=pytest.mark.exhaustive)])
+def test_an_eagle3_head(asked: Asked, layers: tuple[int, ...], deferral: str) -> None:
+    """Whose values are products of the normed embedding and the normed feature, which is made of several layers'."""
+    head = new_eagle3_head(asked.model, None, layers, 96, seed=3).float().eval().requires_grad_(False)
+    for name, weight in head.named_parameters():
+        if "norm" in name:
+            weight.uniform_(0.5, 1.5)
+    named = {name.replace("midlayer.", ""): value.double().clone() for name, value in head.stored_tensors()}
+    ops = make_ops(torch.device("cpu"))
+    head.pack(ops)
+    for text, stored in seen(asked, make_model_drafter(head, 5, 2, torch.float32, ops), deferral, 7):
+        embeddings, states = merged(asked, text, layers)
+        parts = {"input_layernorm": embeddings[1:], "hidden_norm": states[:-1] @ named["fc.weight"].T}
+        joined = torch.cat([normed(part, named[f"{name}.weight"]) for name, part in parts.items()], 1)
+        values = joined @ named["self_attn.v_proj.weight"].T
         torch.testing.assert_close(stored[:, :, 1].double().flatten(1), values, atol=2e-4, rtol=1e-4)
 
 
