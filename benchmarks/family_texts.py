@@ -1,8 +1,8 @@
 """Texts with drafts against those without, of each family in little: a few layers with the heads of the real model, and
 random weights made from its config. How many of 80 are the same tokens?
 
-    python benchmarks/family_texts.py [--families gemma4-12b,..] [--formats none,fp8] [--seconds 150] [--out FILE]
-        [--files] [--adapters 32] [option=value ...]
+    python benchmarks/family_texts.py [--families gemma4-12b,..] [--formats none,fp8] [--ways 2] [--seconds 150]
+        [--out FILE] [--files] [--adapters 32] [option=value ...]
 
 First without drafts, one request at a time. Then with each drafter as a chain and as a tree, 16 requests at once,
 beside prompts in the same step, with half of each prompt in the cache. Each engine answers all prompts twice: SUFFIX
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import subprocess
 import sys
@@ -49,10 +50,40 @@ FEW = ROUTED | {"shared_expert_intermediate_size": 256}
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
 
 
+# Sizes by the names that configs have for them.
+SIZES = SMALL | ROUTED | HEADS | {
+    "num_layers": 4, "max_position_embeddings": 4096, "ffn_hidden_size": 2048, "padded_vocab_size": VOCAB,
+    "attention_head_dim": 64, "kv_channels": 64, "multi_query_group_num": 4, "num_local_experts": 32,
+    "n_routed_experts": 32, "shared_expert_intermediate_size": 256, "shared_intermediate_size": 256,
+    "sliding_window": 64,
+}  # fmt: skip
+WIDE_LATENT = {
+    "kv_lora_rank": 256, "q_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "qk_head_dim": 128,
+    "v_head_dim": 128, "num_key_value_heads": 16,
+}  # fmt: skip
+
+
 def published(name: str) -> dict[str, Any]:
     """Returns the keys of a config as it was published, with small sizes."""
     found: dict[str, Any] = json.loads((ROOT / "tests/models/published" / f"{name}.json").read_text())
     return found
+
+
+def grown(name: str, **more: Any) -> dict[str, Any]:
+    """Returns the text model's keys of such a config with the sizes of one that is measured here, and those in `more`.
+
+    Layers are at least four; lists of one value for each layer go on as they begin."""
+    whole = published(name)
+    own = whole.get("text_config", whole)
+    old = next(own[key] for key in ("num_hidden_layers", "num_layers", "n_layer") if key in own)
+    layers = max(4, old)
+    sizes = {key: value for key, value in SIZES.items() if own.get(key) is not None or key == "eos_token_id"}
+    lists = {key: (own[key] * layers)[:layers] for key in own if isinstance(own[key], list) and len(own[key]) == old}
+    counts = {key: layers for key in ("num_hidden_layers", "num_layers") if key in own}
+    if own.get("num_key_value_heads") == own.get("num_attention_heads", 0):
+        counts["num_key_value_heads"] = SIZES["num_attention_heads"]
+    plain = {"bos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}  # tied ones repeat themselves
+    return own | sizes | lists | counts | plain | more
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -165,6 +196,70 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "sliding_window": 64,
         "num_nextn_predict_layers": 0,
     },
+    "helium": grown("helium-1-2b"),
+    "ministral": grown("ministral-8b-transformers-5"),
+    "cwm": grown("cwm-32b"),
+    "ministral3": grown("devstral-2-123b"),
+    "mistral": grown("mistral-7b-v0.1"),
+    "mistral4": grown("mistral-small-4-119b", architectures=["Mistral4ForCausalLM"], head_dim=128, **WIDE_LATENT),
+    "mixtral": grown("mixtral-8x7b", intermediate_size=256),
+    "smollm3": grown("smollm3-3b", no_rope_layers=[1, 1, 1, 0]),
+    "phi-4": grown("phi-4"),
+    "phi-4-mini": grown("phi-4-mini-instruct", rope_scaling={
+        "type": "longrope", "short_factor": [1.0] * 24, "long_factor": [1 + i / 12 for i in range(24)],
+    }),
+    "qwen2": grown("qwen2.5-7b-instruct"),
+    "qwen3": grown("qwen3-8b"),
+    "qwen2-moe": grown("qwen2-57b-a14b-instruct"),
+    "qwen3-moe": grown("qwen3-30b-a3b"),
+    "glm-4-chat": grown("glm-4-9b-chat-hf"),
+    "chatglm": grown("glm-4-9b-chat", seq_length=4096),
+    "glm-4-0414": grown("glm-4-9b-0414"),
+    "youtu": grown("youtu-llm-2b", head_dim=64, **WIDE_LATENT),
+    "mimo": grown("mimo-7b-rl"),
+    "granite-3": grown("granite-3.3-8b-instruct"),
+    "granite-moe": grown("granite-3.1-1b-a400m-instruct", intermediate_size=256),
+    "granite-swash": grown("granite-swash-2b"),
+    "granite-swash-moe": grown("granite-swash-3b-a600m", intermediate_size=256),
+    "hyperclova": grown("hyperclovax-seed-think-14b"),
+    "bamba": grown("bamba-9b-v2", mamba_n_heads=32, mamba_d_head=64, mamba_d_state=128, attn_rotary_emb=32),
+    "nemotron-h": grown(
+        "nemotron-h-56b", mamba_num_heads=32, mamba_head_dim=64, ssm_state_size=128, attention_head_dim=128
+    ),
+    "olmo": grown("olmo-7b-hf"),
+    "nanochat": grown("nanochat-d32"),
+    "olmo-2": grown("olmo-2-7b"),
+    "olmo-3": grown("olmo-3.1-32b-instruct", layer_types=KINDS[:4]),
+    "exaone-3.5": grown("exaone-3.5-7.8b-instruct"),
+    "exaone-4": grown("exaone-4.0-32b", layer_types=KINDS[:4]),
+    "ernie": grown("ernie-4.5-0.3b"),
+    "ernie-moe": grown("ernie-4.5-21b-a3b"),
+    "seed-oss": grown("seed-oss-36b-instruct"),
+    "gemma": grown("gemma-2b-it", num_key_value_heads=1),
+    "vaultgemma": grown("vaultgemma-1b"),
+    "gemma-3": grown("gemma-3-1b-it"),
+    "command-r": grown("aya-expanse-8b"),
+    "command-r7b": grown("command-r7b-12-2024"),
+    "solar-open": grown("solar-open-100b", moe_intermediate_size=256),
+    "minicpm": grown("minicpm4-8b"),
+    "minicpm3": grown("minicpm3-4b", **WIDE_LATENT),
+    "internlm2": grown("internlm2_5-7b-chat"),
+    "internlm3": grown("internlm3-8b-instruct"),
+    "deci": grown("llama-3.3-nemotron-super-49b"),
+    "stablelm": grown("stablelm-2-1_6b"),
+    "nemotron-4": grown("minitron-4b-base"),
+    "jais-2": grown("jais-2-8b-chat"),
+    "starcoder2": grown("starcoder2-7b"),
+    "phi-2": grown("phi-2", partial_rotary_factor=0.5),
+    "gpt-neox": grown("pythia-1.4b"),
+    "apertus": grown("apertus-8b-instruct"),
+    "arcee": grown("afm-4.5b"),
+    "trinity": grown("trinity-mini"),
+    "hunyuan": grown("hunyuan-7b-instruct", num_experts=1),
+    "hunyuan-moe": grown("hunyuan-a13b-instruct", intermediate_size=256, moe_intermediate_size=[256] * 4),
+    "olmoe": grown("olmoe-1b-7b", intermediate_size=256),
+    "flexolmo": grown("flexolmo-7x7b-1t", num_experts=7, intermediate_size=256),
+    "dots": grown("dots.llm1.inst", moe_intermediate_size=256),
 }  # fmt: skip
 CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}
 TREE = {"speculative_num_steps": 4, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
@@ -262,12 +357,13 @@ def one_family(args: argparse.Namespace) -> None:
         said["sha256"] = hashlib.sha256(json.dumps(plain).encode()).hexdigest()  # to compare with other machines
         print(json.dumps({"family": name, "format": args.format, "way": "none, one at a time", **said}), flush=True)
         more = {"speculative_fixed_shape": True, "enable_mixed_chunk": True, **own}
-        for algorithm in dict.fromkeys((f"{drafter}+SUFFIX" if drafter != "NGRAM" else "SUFFIX", drafter)):
-            for words, shape in (("trees", TREE), ("chains", CHAIN)):
-                found, said = answers(Path(made) / "model", args, 16, speculative_algorithm=algorithm, **shape, **more)
-                same = [sum(a == b for a, b in zip(plain, again, strict=True)) for again in found]
-                line = {"family": name, "format": args.format, "way": f"{algorithm}, {words}", "same": same}
-                print(json.dumps({**line, "of": args.count, **said}), flush=True)
+        algorithms = f"{drafter}+SUFFIX" if drafter != "NGRAM" else "SUFFIX", drafter
+        shapes = ("trees", TREE), ("chains", CHAIN)
+        for algorithm, (words, shape) in [*itertools.product(algorithms, shapes)][: args.ways]:
+            found, said = answers(Path(made) / "model", args, 16, speculative_algorithm=algorithm, **shape, **more)
+            same = [sum(a == b for a, b in zip(plain, again, strict=True)) for again in found]
+            line = {"family": name, "format": args.format, "way": f"{algorithm}, {words}", "same": same}
+            print(json.dumps({**line, "of": args.count, **said}), flush=True)
 
 
 def main() -> None:
@@ -277,6 +373,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--count", type=int, default=80, help="of prompts")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer")
+    parser.add_argument("--ways", type=int, default=4, help="to draft, of: trees, chains, the same without SUFFIX")
     parser.add_argument("--at-once", type=int, default=8, help="families")
     parser.add_argument("--seconds", type=float, default=150.0, help="after which what runs is stopped")
     parser.add_argument("--out", type=Path, default=Path("family_texts.json"))
@@ -297,6 +394,7 @@ def main() -> None:
             form, name = key = todo.pop(0)
             command = [sys.executable, __file__, "--one", name, "--format", form, "--device", args.device]
             command += ["--count", str(args.count), "--tokens", str(args.tokens), *args.options]
+            command += ["--ways", str(args.ways)]
             command += ["--files"] * args.files + ["--adapters", str(args.adapters)]
             log = logs / f"{form} {name}"
             with log.open("w") as file, log.with_suffix(".err").open("w") as errors:
