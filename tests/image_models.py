@@ -252,6 +252,56 @@ ON_GPU: dict[str, Kind] = {
         }
     ),
 }
+# With towers of one layer, of which pictures are as large as those of published models.
+ONE_LAYER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+QWEN_LARGE = {**VISION, "depth": 1, "hidden_size": 32, "intermediate_size": 32, "patch_size": 16}
+SPLIT: dict[str, Any] = {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}
+
+
+def _large(kind: str, vision: dict[str, Any], settings: dict[str, Any], **more: Any) -> Kind:
+    own = KINDS[kind]
+    return own._replace(config={**own.config, "vision_config": vision, **more}, settings={**own.settings, **settings})
+
+
+QWEN_SIZES = {"size": {"shortest_edge": 65536, "longest_edge": 16777216}, "patch_size": 16}
+LARGE: dict[str, Kind] = {
+    "large qwen3.5": _large("qwen3.5", QWEN_LARGE, QWEN_SIZES),
+    "large qwen3-vl": _large("qwen3-vl", {**QWEN_LARGE, "deepstack_visual_indexes": [0]}, QWEN_SIZES),
+    "large gemma4": _large(
+        "gemma4",
+        {**POOLED, "num_hidden_layers": 1, "patch_size": 16, "pooling_kernel_size": 3},
+        {"max_soft_tokens": 280, "patch_size": 16, "pooling_kernel_size": 3},
+    ),
+    "large gemma3": _large(
+        "gemma3",
+        {**ONE_LAYER, "patch_size": 14, "image_size": 896},
+        {"size": {"height": 896, "width": 896}},
+        mm_tokens_per_image=256,
+    ),
+    "large smolvlm": _large("smolvlm", {**ONE_LAYER, "patch_size": 16, "image_size": 512}, SPLIT, scale_factor=4),
+    "large idefics3": _large("idefics3", {**ONE_LAYER, "patch_size": 16, "image_size": 512}, SPLIT, scale_factor=4),
+    "large lfm2-vl": _large(
+        "lfm2-vl",
+        {**KINDS["lfm2-vl"].config["vision_config"], **ONE_LAYER, "patch_size": 16, "num_patches": 256},
+        {"encoder_patch_size": 16, "min_image_tokens": 64, "max_image_tokens": 256, "tile_size": 512},
+    ),
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GEMMA_EXPERTS = {"num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 32, "enable_moe_block": True}
+
+
+def _routed(kind: str, prefix: str, **more: Any) -> Kind:
+    own = KINDS[kind]
+    return own._replace(prefix=prefix, config={**own.config, "text_config": {**own.config["text_config"], **more}})
+
+
+# With experts, beside pictures of the same towers.
+ROUTED: dict[str, Kind] = {
+    "qwen3-vl-moe": _routed("qwen3-vl", "Qwen3VLMoe", **EXPERTS),
+    "qwen3.5-moe": _routed("qwen3.5", "Qwen3_5Moe", **EXPERTS, shared_expert_intermediate_size=64),
+    "gemma4-26b": _routed("gemma4-mutual", "Gemma4", **GEMMA_EXPERTS),
+}
+ALL = KINDS | ON_GPU | LARGE | ROUTED
 FEW = ("qwen3.5", "gemma3")  # one with states of rows, one with mutual images: for what is the scheduler's
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -264,7 +314,7 @@ TEMPLATE = (
 @cache
 def reference(kind: str) -> Any:
     """Of transformers, in float32, with random weights, and values of norms and decays that matter."""
-    prefix, settings, *_ = (KINDS | ON_GPU)[kind]
+    prefix, settings, *_ = ALL[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{prefix}Config")(**settings)
     model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).float().eval()
@@ -294,7 +344,7 @@ def write_model(folder: Path, kind: str) -> Path:
     byte_level(*SPECIAL).save(str(folder / "tokenizer.json"))
     template = TEMPLATE.replace("<|image_pad|><|vision_end|>", "") if kind.startswith("gemma3") else TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": template}))
-    (folder / "preprocessor_config.json").write_text(json.dumps((KINDS | ON_GPU)[kind].settings))
+    (folder / "preprocessor_config.json").write_text(json.dumps(ALL[kind].settings))
     return folder
 
 
@@ -363,27 +413,29 @@ def processed(kind: str, images: Sequence[Image.Image]) -> dict[str, Tensor]:
     """Returns what transformers makes of pictures, by the names that its models take."""
     if not images:
         return {}
-    _, _, processor, settings = KINDS[kind]
+    _, _, processor, settings = ALL[kind]
     if not processor:
         return by_patches(kind, images)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemma4, "_SUPPORTED_SOFT_TOKENS", (16,))  # for short prompts
+        patch.setattr(gemma4, "_SUPPORTED_SOFT_TOKENS", (16, 280))  # for short prompts
         made = getattr(transformers, processor)(**settings)(images=list(images), return_tensors="pt")
     return {name: value for name, value in made.items() if name not in ("num_soft_tokens_per_image", "num_crops")}
 
 
 def by_patches(kind: str, images: Sequence[Image.Image]) -> dict[str, Tensor]:
     """Does as a processor that needs torchvision, of our tiles."""
-    settings = KINDS[kind].settings
-    processor = GridProcessor(PAD, "", "", 8, 4 * 64, 16 * 64, 32)
+    settings = ALL[kind].settings
+    side = settings["encoder_patch_size"]
+    least, most = (settings[f"{name}_image_tokens"] * (2 * side) ** 2 for name in ("min", "max"))
+    processor = GridProcessor(PAD, "", "", 2 * side, least, most, settings["tile_size"])
     tiles = [piece for image in images for piece in processor.pieces(image) if isinstance(piece, Tile)]
-    most = max([64, *(tile.height * tile.width // 16 for tile in tiles)])
-    values, masks = torch.zeros(len(tiles), most, 48), torch.zeros(len(tiles), most, dtype=torch.int32)
-    shapes = torch.tensor([[tile.height // 4, tile.width // 4] for tile in tiles])
+    longest = max([64, *(tile.height * tile.width // side**2 for tile in tiles)])
+    values, masks = torch.zeros(len(tiles), longest, 3 * side**2), torch.zeros(len(tiles), longest, dtype=torch.int32)
+    shapes = torch.tensor([[tile.height // side, tile.width // side] for tile in tiles])
     for i, tile in enumerate(tiles):
         pixels = torch.frombuffer(bytearray(tile.pixels), dtype=torch.uint8).view(tile.height, tile.width, 3) / 255
         pixels = (pixels - torch.tensor(settings["image_mean"])) / torch.tensor(settings["image_std"])
-        patches = pixels.unflatten(0, (-1, 4)).unflatten(2, (-1, 4)).transpose(1, 2).flatten(2).flatten(0, 1)
+        patches = pixels.unflatten(0, (-1, side)).unflatten(2, (-1, side)).transpose(1, 2).flatten(2).flatten(0, 1)
         values[i, : len(patches)] = patches
         masks[i, : len(patches)] = 1
     return {"pixel_values": values, "spatial_shapes": shapes, "pixel_attention_mask": masks}

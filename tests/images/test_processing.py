@@ -89,7 +89,9 @@ def test_tiles_of_one_size(size: tuple[int, int]) -> None:
     assert text == get_image_prompt_string(rows, columns, 16, *names)
 
 
-@pytest.mark.parametrize("size", [*SIZES, (2000, 1500), (1500, 1400), (3000, 300), (1024, 1024), (512, 1024)])
+@pytest.mark.parametrize(
+    "size", [*SIZES, (2000, 1500), (1500, 1400), (2304, 1728), (3000, 300), (1024, 1024), (512, 1024)]
+)
 def test_a_grid_of_tiles(size: tuple[int, int]) -> None:
     """The processor itself needs torchvision, its arithmetic does not."""
     ours = tiles_of(GridProcessor(0, "", ""), picture(*size))

@@ -47,6 +47,7 @@ ORDER = [*range(4), *range(8, 20), *range(4, 8), *range(20, 32)]
 
 
 class Asked(NamedTuple):
+    kind: str
     drafter: Any
     model: Any
     weights: dict[str, Tensor]
@@ -58,25 +59,30 @@ class Asked(NamedTuple):
 def asked(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Asked:
     folder: Path = write_model(tmp_path_factory.mktemp("images") / "model", "qwen3.5")
     weights = with_prediction_layer(folder, "qwen3.5")
-    model, processor = loaded(folder)
+    model, _ = loaded(folder)
     head = load_mtp_head(folder, model, torch.float32, "cpu")
     ops = make_ops(torch.device("cpu"))
     head.pack(ops)
+    drafter = make_model_drafter(head, 5, 2, torch.float32, ops)
+    return Asked("qwen3.5", drafter, model, weights, *shown_in(folder))
+
+
+def shown_in(folder: Path) -> tuple[list[int], Any]:
+    """A prompt with pictures."""
+    _, processor = loaded(folder)
     pieces = [read(Picture(encoded(picture(*one)), "x"), processor) for one in SHOWN]
     counts = [sum(isinstance(piece, Tile) for piece in every) for every in pieces]
     places = [one for count in counts for one in (90, *[PAD] * count, 91)]
-    ids, images = placed([7, 60, 61, *places, 70, 33], Prompt("", pieces), processor)
-    drafter = make_model_drafter(head, 5, 2, torch.float32, ops)
-    return Asked(drafter, model, weights, ids, images)
+    return placed([7, 60, 61, *places, 70, 33], Prompt("", pieces), processor)
 
 
 def merged(asked: Asked, text: list[int], layers: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
     """What the target reads of a text, [T, hidden], and its hidden states behind so many layers, [T, layers * hidden],
     by transformers. -1: the last, normed."""
-    model, inputs = inputs_of("qwen3.5", text, [picture(*one) for one in SHOWN])
+    model, inputs = inputs_of(asked.kind, text, [picture(*one) for one in SHOWN])
     found = model.model(**inputs, output_hidden_states=True).hidden_states
     states = torch.cat([found[layer][0].double() for layer in layers], 1)
-    shown = torch.cat([features("qwen3.5", picture(*one))[0] for one in SHOWN]).double()
+    shown = torch.cat([features(asked.kind, picture(*one))[0] for one in SHOWN]).double()
     embeddings = model.model.language_model.embed_tokens(torch.tensor(text)).double()
     for image in asked.images:
         embeddings[image.start : image.end], shown = shown[: image.tokens], shown[image.tokens :]
@@ -140,8 +146,8 @@ def test_an_eagle_head(asked: Asked) -> None:
         torch.testing.assert_close(stored[:, :, 1].double().flatten(1), values, atol=2e-4, rtol=1e-4)
 
 
-def normed(x: Tensor, weight: Tensor) -> Tensor:
-    eps = reference("qwen3.5").config.get_text_config().rms_norm_eps
+def normed(x: Tensor, weight: Tensor, kind: str = "qwen3.5") -> Tensor:
+    eps = reference(kind).config.get_text_config().rms_norm_eps
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
@@ -164,6 +170,34 @@ def test_an_eagle3_head(asked: Asked, layers: tuple[int, ...], deferral: str) ->
         joined = torch.cat([normed(part, named[f"{name}.weight"]) for name, part in parts.items()], 1)
         values = joined @ named["self_attn.v_proj.weight"].T
         torch.testing.assert_close(stored[:, :, 1].double().flatten(1), values, atol=2e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_prediction_layer_that_reads_features_first(tmp_path: Path, one_thread: None) -> None:
+    """Whose first token's embedding is zero, where positions have three axes. The packed head's are the same in C."""
+    model, _ = loaded(folder := write_model(tmp_path / "model", "qwen3-vl"))
+    head = MTPHead(model, 1, torch.float32, "cpu", embedding_first=False)
+    for weight in head.parameters():
+        weight.requires_grad_(False).uniform_(0.5, 1.5) if weight.dim() == 1 else weight.normal_(0, 0.1)
+    (layer,) = head.layers
+    norms = {"hidden": layer.hidden_norm, "token": layer.token_norm, "attn": layer.layer.attn_norm}
+    known = {name: norm.weight.double() for name, norm in norms.items()}
+    size = 2 * 32  # heads of values
+    matrices = layer.input_proj.weight.double(), layer.layer.mixer.qkv.weight[-size:].double()
+    ops = make_ops(torch.device("cpu"))
+    for packed in (False, True):
+        if packed:
+            head.pack(ops)
+        drafter = make_model_drafter(head.eval(), 5, 2, torch.float32, ops)
+        asked = Asked("qwen3-vl", drafter, model, {}, *shown_in(folder))
+        for text, stored in seen(asked, drafter, "at once", 7):
+            embeddings, states = merged(asked, text)
+            tokens = embeddings[1:].clone()
+            tokens[0] = 0
+            parts = (states[:-1], "hidden"), (tokens, "token")
+            joined = torch.cat([normed(part, known[name], "qwen3-vl") for part, name in parts], 1) @ matrices[0].T
+            values = normed(joined, known["attn"], "qwen3-vl") @ matrices[1].T
+            torch.testing.assert_close(stored[:, :, 1].double().flatten(1), values, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("layers", "chunk"), [(1, 7), (2, 7), (2, 64)])

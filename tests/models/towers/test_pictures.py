@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_rig import Rig, greedy
-from image_models import EOS, KINDS, PAD, features, loaded, logits, reference, write_model
+from image_models import EOS, KINDS, PAD, ROUTED, features, loaded, logits, reference, write_model
 from image_models import greedy as transformers_greedy
 from picture_kinds import PICTURES, seen_by_transformers
 from PIL import Image
@@ -30,9 +30,12 @@ AT_ONCE = [["png", "turned 6"], ["alpha", "tall", "cmyk", "png", "animated gif"]
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Any:
-    folder: Path = write_model(tmp_path_factory.mktemp("pictures") / request.param, request.param)
-    model, processor = loaded(folder)
-    return request.param, model, processor
+    return written(tmp_path_factory.mktemp("pictures"), request.param)
+
+
+def written(folder: Path, kind: str) -> Any:
+    model, processor = loaded(write_model(folder / kind, kind))
+    return kind, model, processor
 
 
 @pytest.fixture(autouse=True)
@@ -101,3 +104,10 @@ def test_each_kind(family: Any, name: str) -> None:
 @pytest.mark.covering
 def test_several_in_a_prompt(family: Any, names: list[str]) -> None:
     check(family, names)
+
+
+@pytest.mark.parametrize("kind", ROUTED)
+def test_models_with_experts(kind: str, tmp_path: Path, one_thread: None) -> None:
+    family = written(tmp_path, kind)
+    for names in (["jpeg"], ["tall", "png"]):
+        check(family, names)

@@ -58,13 +58,15 @@ class MTPLayer(nn.Module):
         self.final_norm = RMSNorm(hidden, eps, wide, device)
 
     def join(self, ids: Tensor, positions: Tensor, embed: Embedding | Shown, feature: Tensor, ops: LayerOps) -> Tensor:
-        """ids, positions [M], feature [M, hidden] -> [M, hidden], what the decoder layer runs on"""
+        """ids [M], positions [M] or of axes [3, M], feature [M, hidden] -> [M, hidden], what the decoder layer runs
+        on"""
         if self._embedding_first:
             return self.input_proj(ops.concat_columns(self.token_norm(embed(ids)), self.hidden_norm(feature)))
         norms, eps = (self.token_norm.weight, self.hidden_norm.weight), self.token_norm.eps
         # In training the first position of a sequence had no token to embed.
         known, rows = embed.source(ids)
-        return self.input_proj(ops.fuse_inputs(known, rows, feature, norms, eps, positions, feature_first=True))
+        first = positions if positions.dim() == 1 else positions[0]
+        return self.input_proj(ops.fuse_inputs(known, rows, feature, norms, eps, first, feature_first=True))
 
     def forward(self, joined: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """joined [M, hidden] -> [M, hidden] after the final norm"""
