@@ -56,6 +56,9 @@ class Case(NamedTuple):
 
 CASES = {
     "dflash, kl": Case(lambda: dflash_head(TARGET), 6, False, BlockLoss("kl", anchors=1.0)),
+    "dflash, causal": Case(
+        lambda: dflash_head(TARGET, causal_head=True), 6, False, BlockLoss("kl", anchors=1.0), causal=(True, True)
+    ),
     "dflash, text, windows": Case(
         lambda: dflash_head(TARGET, **SLIDING), 6, False, BlockLoss("text", anchors=1.0), (4, 0), (True, False)
     ),

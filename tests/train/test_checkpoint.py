@@ -384,17 +384,24 @@ def drafted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("markov", "tied"), [("", False), ("vanilla", True), ("rnn", False), ("domino", False)])
-def test_trainer_and_engine_have_the_same_logits_of_a_block(markov, tied, served_target, tmp_path):
+@pytest.mark.parametrize(
+    ("markov", "tied", "causal"),
+    [
+        ("", False, False), ("", False, True), ("vanilla", True, False), ("vanilla", False, True),
+        ("rnn", False, False), ("domino", False, False),
+    ],
+)  # fmt: skip
+def test_trainer_and_engine_have_the_same_logits_of_a_block(markov, tied, causal, served_target, tmp_path):
     """Of a chain: each draft's logits are those of training, where the text goes on as it was drafted."""
     target = load_model(served_target, torch.float32, "cpu")
     block = BlockConfig(
-        (2, 4), 4 if markov else 5, 255, bool(markov), (), (), 0, markov, 16 if markov else 0, tied=tied,
+        (2, 4), 4 if markov else 5, 255, bool(markov), (), (causal,), 0, markov, 16 if markov else 0, tied=tied,
         memory=12 if markov == "domino" else 0,
     )  # fmt: skip
     head = new_block_head(target, block, torch.arange(0, VOCAB, 2), layers=2, seed=5)
     served, ids, features = drafted(served_target, head, tmp_path / "head", "DSPARK", 4, "given")
     assert ("lm_head.weight" in stored(tmp_path / "head")) != tied
+    assert head.config_of_block.causal == (causal, causal)
     with torch.no_grad():
         hidden = blocks.unroll(head, ids, features, torch.tensor([[len(PROMPT)]]))
         state, weight = head.readout(hidden)

@@ -222,18 +222,17 @@ def said(folder: Path, used: dict[str, int] | None, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "answers, greedy, temperatures, expected",
+    "answers, greedy, default, expected",
     [
-        (80, 9, (0.6, 1.0), ": 80 answers, 9 of them (11%) at temperature 0, the others at 0.6 to 1."),
-        (80, 0, (0.6, 1.0), ": 80 answers at temperature 0.6 to 1."),
+        (80, 9, 0.0, ": 80 answers, 9 of them (11%) at temperature 0, the others at 0.6 to 1."),
+        (80, 0, 0.0, ": 80 answers at temperature 0.6 to 1."),
+        (80, 0, 0.5, ": 80 answers at temperature 0.6 to 1, 50% of these by the model's own default sampling."),
     ],
 )
-def test_answers_are_counted(
-    tmp_path: Path, answers: int, greedy: int, temperatures: tuple[float, ...], expected: str
-) -> None:
+def test_answers_are_counted(tmp_path: Path, answers: int, greedy: int, default: float, expected: str) -> None:
     (tmp_path / "data.json").write_text(json.dumps({"prompts": 84, "conversations": 5, "skipped": {"empty": 2}}))
     used = {"prompts": 20, "answers": answers, "greedy": greedy, "conversations": 5}
-    text = said(tmp_path, used, answers=4, temperatures=temperatures)
+    text = said(tmp_path, used, answers=4, default_share=default)
     assert (
         f"answered by the target itself{expected} 20 prompts and 5 conversations were used. Left out: 2 empty." in text
     )

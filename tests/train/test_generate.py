@@ -173,6 +173,40 @@ def test_what_is_drawn_depends_on_seed_and_prompt_alone() -> None:
     assert all(Sampling(greedy=1.0).draw(key).temperature == 0 for key in keys)
 
 
+def test_a_share_is_drawn_as_requests_are_that_set_nothing() -> None:
+    defaults = {"temperature": 0.7, "min_p": 0.2, "dry_multiplier": 0.8, "max_new_tokens": 999}
+    sampling = Sampling(max_tokens=50, greedy=0.2, seed=3, default=0.4, defaults=defaults)
+    draws = [sampling.draw(str(i)) for i in range(4000)]
+    own = [d for d in draws if d.dry_multiplier]
+    assert abs(sum(d.temperature == 0 for d in draws) / 4000 - 0.2) < 0.03 and abs(len(own) / 4000 - 0.32) < 0.03
+    assert {(d.temperature, d.min_p, d.dry_multiplier, d.max_new_tokens) for d in own} == {(0.7, 0.2, 0.8, 50)}
+    others = [d for d in draws if not d.dry_multiplier and d.temperature]
+    assert (
+        all(d.min_p == 0 and 0.6 <= d.temperature <= 1.0 for d in others) and len({d.temperature for d in others}) > 100
+    )
+    # Without the share all is as it was, and a conversation keeps what its first answer had.
+    assert all(
+        d == Sampling(max_tokens=50, greedy=0.2, seed=3).draw(str(i))
+        for i, d in enumerate(draws)
+        if not d.dry_multiplier
+    )
+    again = [sampling.draw(str(i), turn=1) for i in range(200)]
+    assert [bool(d.dry_multiplier) for d in again] == [bool(d.dry_multiplier) for d in draws[:200]]
+
+
+@pytest.mark.slow
+def test_answers_by_default_are_those_of_a_request_that_sets_nothing(llm: LLM, tmp_path: Path) -> None:
+    defaults = {"temperature": 0.9, "min_p": 0.3, "dry_multiplier": 2.0, "repetition_penalty": 1.3}
+    sampling = dataclasses.replace(SAMPLING, greedy=0.0, default=1.0, defaults=defaults)
+    found = run(llm.engine, PROMPTS, tmp_path / "responses.jsonl", sampling)
+    for prompt in PROMPTS:
+        response = found[prompt.key]
+        params = {**defaults, "sampling_seed": response.seed, "max_new_tokens": SAMPLING.max_tokens}
+        (expected,) = llm.chat([{"role": "user", "content": prompt.turns[0]}], params)
+        ((start, end),) = response.spans
+        assert response.ids[start:end] == expected.token_ids and response.temperature == 0.9
+
+
 def test_copies_of_a_prompt_are_other_answers_and_never_greedy() -> None:
     copies = [dataclasses.replace(PROMPTS[0], copy=copy) for copy in range(4)]
     draws = [Sampling(greedy=1.0).draw(prompt.key) for prompt in copies]

@@ -52,6 +52,8 @@ from draftwing.train.settings import Settings, open_run
         ({"algorithm": "DFLASH2", "markov_head": "rnn"}, "--markov-head: for --algorithm DSPARK, found DFLASH2"),
         ({"algorithm": "DFLASH", "ttt_steps": 3}, "--ttt-steps: for --algorithm"),
         ({"algorithm": "DSPARK", "init_head": ("h",), "block_steps": 3}, "--block-steps: for fresh heads"),
+        ({"algorithm": "DFLASH", "init_head": ("h",), "causal_block": True}, "--causal-block: for fresh heads"),
+        ({"causal_block": True}, "--causal-block: for --algorithm DFLASH and DSPARK and DFLASH2, found EAGLE3"),
         ({"shapes": ("3,1",)}, "--shapes: expected steps,topk,draft tokens such as 5,4,16; found '3,1'"),
         ({"shapes": ("3,2,99",)}, "--shapes: expected 4 to 11 draft tokens for 3 steps and topk 2, found 99"),
         ({"greedy_share": 1.5}, "greedy_share must be at most 1; found 1.5"),

@@ -273,6 +273,8 @@ def _answers(used: Mapping[str, Any], settings: Settings) -> str:
         return ""
     low, high = min(settings.temperatures), max(settings.temperatures)
     warm = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    if settings.default_share:
+        warm += f", {settings.default_share:.0%} of these by the model's own default sampling"
     if greedy in (0, count):
         return f": {count} answers at temperature {0 if greedy else warm}"
     return f": {count} answers, {greedy} of them ({greedy / count:.0%}) at temperature 0, the others at {warm}"

@@ -13,12 +13,12 @@ import json
 import logging
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from draftwing.engine.session import Session
 from draftwing.errors import ConfigError, RequestError
@@ -45,7 +45,8 @@ class Sampling:
 
     max_tokens: of one answer.  max_length: of a conversation with its answers, in tokens.
     greedy: share of the prompts answered at temperature 0; the others, and all copies of prompts, have temperatures
-    spread evenly over `temperatures`, inclusive.
+    spread evenly over `temperatures`, inclusive, but for `default`, a share of these that is drawn as a request is that
+    sets nothing, with what the model's defaults change of its logits.  defaults: as `sampling_defaults` returns them.
     """
 
     max_tokens: int = 1024
@@ -53,14 +54,20 @@ class Sampling:
     greedy: float = 0.5
     temperatures: tuple[float, float] = (0.6, 1.0)
     seed: int = 0
+    default: float = 0.0
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def draw(self, key: str, turn: int = 0) -> SamplingParams:
-        """Draws the parameters of a prompt's answer; all of a conversation's answers have the same temperature."""
-        share, place = (self._uniform(f"{what} {key}") for what in ("greedy", "place"))
+        """Draws the parameters of a prompt's answer; all of a conversation's answers are drawn alike."""
+        share, place, default = (self._uniform(f"{what} {key}") for what in ("greedy", "place", "default"))
         low, high = self.temperatures
-        temperature = 0.0 if share < self.greedy and key == original(key) else round(low + place * (high - low), 3)
         seed = int(self._uniform(f"noise {turn} {key}") * 2**52)
-        return SamplingParams(max_new_tokens=self.max_tokens, temperature=temperature, sampling_seed=seed)
+        fixed = {"max_new_tokens": self.max_tokens, "sampling_seed": seed}
+        if share < self.greedy and key == original(key):
+            return SamplingParams(**fixed, temperature=0.0)
+        if default < self.default:
+            return SamplingParams.read(fixed, defaults=self.defaults)
+        return SamplingParams(**fixed, temperature=round(low + place * (high - low), 3))
 
     def _uniform(self, text: str) -> float:
         """Returns a number in [0, 1)."""

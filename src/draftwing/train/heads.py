@@ -146,8 +146,8 @@ def new_block_head(
     """Returns an untrained head that drafts blocks: layers of the target's sizes with norms of their heads, as
     published ones have them.
 
-    block: its windows and causal layers are made to be as many as there are layers, and its draft_vocab that of
-    target_ids [Vd] int64, ascending: the target's tokens that it can draft, None for all, where nothing is tied.
+    block: its windows and causal layers are made to be as many as there are layers, all causal where any is, and its
+    draft_vocab that of target_ids [Vd] int64, ascending: the target's tokens that it can draft, None for all, where nothing is tied.
 
     Its final norm starts as the target's, and so does an lm_head of its own. Raises ConfigError for ids that are no
     ascending ids of the target.
@@ -155,7 +155,8 @@ def new_block_head(
     config = _layer_config(target.config, ffn_size, layers, qk_norm=True)
     rows = _checked_count(target_ids, config.vocab_size)
     tied = block.tied and rows > 0
-    block = replace(block, windows=(0,) * layers, causal=(False,) * layers, draft_vocab=rows, tied=tied)
+    causal = (any(block.causal),) * layers
+    block = replace(block, windows=(0,) * layers, causal=causal, draft_vocab=rows, tied=tied)
     head = BlockHead(config, block, target, TRAINED, target.embed.weight.device)
     _initialise(head, seed)
     head.draft_only(target_ids)
@@ -435,7 +436,7 @@ def fresh_block(
         mask=unused_token(tokens, vocab) if mask is None else mask,
         from_anchor=spark,
         windows=(),
-        causal=(),
+        causal=(settings.causal_block,),
         markov=cast(Markov, settings.markov_head) if spark else "",
         rank=settings.markov_rank if spark or two else 0,
         confidence="markov" if spark else "",

@@ -26,12 +26,15 @@ NEW = "none"  # in place of a folder of factors: none, to begin with
 MARKOV_HEADS = ("vanilla", "gated", "rnn")  # as `models.heads.config.MARKOV`
 BLOCK_LOSSES = ("text", "kl", "tv", "lk_hybrid", "d_pace")  # as `train.losses.Kind`
 _OF_BLOCKS = (
-    "draft_layers", "draft_lm_head", "block_steps", "markov_head", "markov_rank", "mask_token", "block_loss", "anchors"
+    "draft_layers", "draft_lm_head", "block_steps", "causal_block", "markov_head", "markov_rank", "mask_token",
+    "block_loss", "anchors",
 )  # fmt: skip
 _OF_DSPARK = ("markov_head",)
 _OF_PAIRS = ("markov_rank",)  # of tokens that follow each other
 # What a head is made like; one that is loaded is like that already.
-_OF_FRESH = ("draft_layers", "draft_lm_head", "block_steps", *_OF_DSPARK, *_OF_PAIRS, "mask_token", "ffn_size")
+_OF_FRESH = (
+    "draft_layers", "draft_lm_head", "block_steps", "causal_block", *_OF_DSPARK, *_OF_PAIRS, "mask_token", "ffn_size"
+)  # fmt: skip
 _HOTTEST = 100  # as `SamplingParams.temperature`
 
 
@@ -80,6 +83,10 @@ class Settings:
     temperatures: tuple[float, ...] = option(
         (0.6, 1.0), GENERATE, "lowest and highest temperature of the others", minimum=0, maximum=_HOTTEST
     )
+    default_share: float = option(
+        0.0, GENERATE, "share of the others that are drawn as requests are that set nothing: with the model's own "
+        "temperature, min-p and penalties", minimum=0, maximum=1,
+    )  # fmt: skip
 
     algorithm: str = option(_DEFAULT, CAPTURE, "kind of head", choices=tuple(TRAINED), common=True)
     data: str | None = option(
@@ -113,6 +120,7 @@ class Settings:
     )  # fmt: skip
     draft_layers: int = option(5, FIT, "layers of a head that drafts blocks", minimum=1, maximum=64)
     block_steps: int = option(0, FIT, "tokens that such a head drafts at once (default: 7)", minimum=0, maximum=63)
+    causal_block: bool = option(False, FIT, "let rows of such a head's block see none after them, as JetSpec's do")
     draft_lm_head: str = option(
         "own", FIT, "lm_head of such a head over --draft-vocab-size tokens: one that is trained, or these rows "
         "of the target's, which is not stored", choices=("own", "target"),
@@ -289,8 +297,8 @@ _RULES: tuple[_Rule, ...] = (
 
 # What a run keeps for good: of a head that is trained, what may change is the saved state's matter.
 _FIXED = (
-    "seed", "regenerate", "max_length", "max_tokens", "answers", "greedy_share", "temperatures", "algorithm", "data",
-    "held_out", "init_head", "init_factors", "traffic", "general_share", "adapter", "head_rank",
+    "seed", "regenerate", "max_length", "max_tokens", "answers", "greedy_share", "temperatures", "default_share",
+    "algorithm", "data", "held_out", "init_head", "init_factors", "traffic", "general_share", "adapter", "head_rank",
 )  # fmt: skip
 TRAFFIC_FILE = "traffic.json"  # of a run from traffic: up to when, and which head was to be served when it began
 # Engine options that say which model it is; the others may differ from run to run.

@@ -28,6 +28,7 @@ from draftwing.files import write_json
 from draftwing.models.adapters.files import HEAD
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.generation import sampling_defaults
 from draftwing.models.hub import model_tokenizer, resolve_model
 from draftwing.models.loader import load_config
 from draftwing.text.tokenizer import Tokenizer
@@ -118,7 +119,8 @@ class Stages:
         settings, data = self.settings, self.data
         low, high = (*settings.temperatures, *settings.temperatures)[:2]
         sampling = Sampling(
-            settings.max_tokens, settings.max_length, settings.greedy_share, (low, high), settings.seed
+            settings.max_tokens, settings.max_length, settings.greedy_share, (low, high), settings.seed,
+            settings.default_share, sampling_defaults(self.path, self.engine_options.model),
         )  # fmt: skip
         name = "responses.jsonl" if self.processes == 1 else f"responses-{self.rank}.jsonl"
         file = self.answers / name
