@@ -86,6 +86,12 @@ CASES = {
     "dflash, windows that see the block": Case(
         "DFLASH", lambda: dflash_head(TARGET, dflash_config={"use_swa": True, "swa_window_size": 9}), 6, False, (9, 9)
     ),
+    "dflash, trained on short texts": Case(
+        "DFLASH", lambda: dflash_head(TARGET, max_position_embeddings=8), 6, False, (8, 8)
+    ),
+    "dflash2, trained on texts shorter than its window": Case(
+        "DFLASH2", lambda: dflash2_head(TARGET, **SLIDING, max_position_embeddings=5), 6, False, (5, 5)
+    ),
     "dflash, causal": Case(
         "DFLASH", lambda: dflash_head(TARGET, dflash_config={"causal": True}), 6, False, (0, 0), (True, True)
     ),

@@ -142,17 +142,20 @@ def new_block_head(
     layers: int = 5,
     ffn_size: int = 0,
     seed: int = 0,
+    longest: int = 0,
 ) -> BlockHead:
     """Returns an untrained head that drafts blocks: layers of the target's sizes with norms of their heads, as
     published ones have them.
 
     block: its windows and causal layers are made to be as many as there are layers, all causal where any is, and its
-    draft_vocab that of target_ids [Vd] int64, ascending: the target's tokens that it can draft, None for all, where nothing is tied.
+    draft_vocab that of target_ids [Vd] int64, ascending: the target's tokens that it can draft, None for all, where
+    nothing is tied.
 
-    Its final norm starts as the target's, and so does an lm_head of its own. Raises ConfigError for ids that are no
-    ascending ids of the target.
+    Its final norm starts as the target's, and so does an lm_head of its own. longest: as of `new_eagle3_head`. Raises
+    ConfigError for ids that are no ascending ids of the target.
     """
     config = _layer_config(target.config, ffn_size, layers, qk_norm=True)
+    config = _knowing(config, longest or config.max_positions, target.config)
     rows = _checked_count(target_ids, config.vocab_size)
     tied = block.tied and rows > 0
     causal = (any(block.causal),) * layers
@@ -203,9 +206,8 @@ def load_head(path: str | Path, target: DecoderModel, algorithm: str, longest: i
     Raises CheckpointError, and ConfigError for prediction layers that cannot be trained.
     """
     head = load_draft_head(path, target, algorithm, TRAINED, target.embed.weight.device, trains=True)
-    if not isinstance(head, BlockHead):
-        known = carried_window(Path(path)) or head.config.max_positions
-        head.config = _knowing(head.config, max(known, longest), target.config)
+    known = carried_window(Path(path)) or head.config.max_positions
+    head.config = _knowing(head.config, max(known, longest), target.config)
     return trainable(head)
 
 

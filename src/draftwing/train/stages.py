@@ -374,12 +374,14 @@ class Stages:
             if head.target_ids is not None:
                 self._note(covered(tokens, head.target_ids.tolist(), self.config.vocab_size))
             return head
-        ids = self._target_ids(tokens) if settings.training.aux_hidden_states else None
+        ids, size, longest = None, settings.ffn_size, settings.max_length
+        if settings.training.aux_hidden_states:
+            ids = self._target_ids(tokens)
         if settings.training.block:
             block = fresh_block(settings, self.aux_layers, tokens, self.config.vocab_size, self.config.hidden_size)
-            layers, width = settings.draft_layers, settings.ffn_size
-            return heads.new_block_head(target, block, ids, layers, width, settings.seed)
-        kind, size, longest = settings.drafter.heads[0], settings.ffn_size, settings.max_length
+            layers = settings.draft_layers
+            return heads.new_block_head(target, block, ids, layers, size, settings.seed, longest)
+        kind = settings.drafter.heads[0]
         return heads.new_head(kind, target, ids, self.aux_layers, size, settings.seed, longest)
 
     def _target_ids(self, tokens: Sequence[Tokens]) -> Tensor | None:

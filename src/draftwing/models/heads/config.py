@@ -110,8 +110,8 @@ def draft_config(raw: Mapping[str, Any], weights: Weights) -> ModelConfig:
 def within_known(config: ModelConfig, raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:
     """Returns the config with layers that see no further back than the positions that the head knows, where the target
     has more: what it makes of distances that it was not trained on costs drafts (docs/dev/block_heads.md)."""
-    known = config.max_positions
-    if known >= target.max_positions or raw.get("max_position_embeddings") is None:
+    known = _known_positions(config, raw, target)
+    if not known:
         return config
 
     def near(mixer: MixerConfig) -> MixerConfig:
@@ -119,6 +119,20 @@ def within_known(config: ModelConfig, raw: Mapping[str, Any], target: ModelConfi
         return replace(mixer, window=min(mixer.window or known, known))
 
     return replace(config, layers=tuple(replace(layer, mixer=near(layer.mixer)) for layer in config.layers))
+
+
+def block_within_known(
+    block: BlockConfig, config: ModelConfig, raw: Mapping[str, Any], target: ModelConfig
+) -> BlockConfig:
+    """Returns the config of a block with layers that see no further back, as `within_known`."""
+    known = _known_positions(config, raw, target)
+    return replace(block, windows=tuple(min(one or known, known) for one in block.windows)) if known else block
+
+
+def _known_positions(config: ModelConfig, raw: Mapping[str, Any], target: ModelConfig) -> int:
+    """Returns how many positions a head knows of those that the target has; 0 where it knows all, or does not say."""
+    known = config.max_positions
+    return 0 if known >= target.max_positions or raw.get("max_position_embeddings") is None else known
 
 
 def with_positions(config: ModelConfig, raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:

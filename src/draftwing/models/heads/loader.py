@@ -37,6 +37,7 @@ from draftwing.models.heads.config import (
     AuxLayerIds,
     Weights,
     block_config,
+    block_within_known,
     check_target,
     config_of_layers,
     draft_config,
@@ -146,10 +147,14 @@ def load_draft_head(
         raw = read_config(path)
         config = replace(draft_config(raw, weights), weight_format=weight_format, vocab_format=weight_format)
         check_target(config, raw, target, kind == "eagle3")
-        if kind in ("eagle", "eagle3"):
-            config = (with_positions if trains else within_known)(config, raw, target.config)
+        if trains:
+            config = with_positions(config, raw, target.config)
+        elif kind in ("eagle", "eagle3"):
+            config = within_known(config, raw, target.config)
         if kind in ("dflash", "dflash2", "dspark"):
-            head = BlockHead(config, block_config(config, raw, weights, target), target, dtype, "meta")
+            block = block_config(config, raw, weights, target)
+            block = block if trains else block_within_known(block, config, raw, target.config)
+            head = BlockHead(config, block, target, dtype, "meta")
         elif kind == "eagle3":
             head = Eagle3Head(config, eagle3_config(config, raw, weights, target, aux_layer_ids), target, dtype, "meta")
         else:
@@ -160,7 +165,7 @@ def load_draft_head(
     stored = dtype  # blocks are said of by themselves
     if not weight_format.takes_blocks:
         stored = weights["fc.weight" if "fc.weight" in weights else "norm.weight"].dtype
-    _warn_of_changes(config, stored, dtype, target, context_length)
+    _warn_of_changes(head, stored, dtype, context_length)
     return _finish(head, token_ids, started, dummy)
 
 
@@ -343,15 +348,19 @@ def _dequantised(weights: dict[str, Tensor], path: Path, dtype: torch.dtype, tar
 
 
 def _warn_of_changes(
-    config: ModelConfig, stored: torch.dtype, dtype: torch.dtype, target: DecoderModel, context_length: int | None
+    head: EagleHead | Eagle3Head | BlockHead, stored: torch.dtype, dtype: torch.dtype, context_length: int | None
 ) -> None:
+    config, target = head.config, head.target
     if stored != dtype:
         names = (str(one).removeprefix("torch.") for one in (stored, dtype))
         logger.warning("the draft model is stored in %s and cast to %s", *names)
     positions = min(context_length or target.config.max_positions, target.config.max_positions)
     if config.max_positions >= positions:
         return
-    if any(window := getattr(layer.mixer, "window", 0) for layer in config.layers):
+    windows = [getattr(layer.mixer, "window", 0) for layer in config.layers]
+    if isinstance(head, BlockHead):
+        windows = list(head.config_of_block.windows)
+    if window := max(windows):
         logger.info(
             "the draft model knows %d positions, and is used up to %d: its own attention sees the last %d",
             config.max_positions, positions, window,
