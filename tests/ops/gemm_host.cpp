@@ -36,7 +36,7 @@ using std::min;
 struct uint4 { u32 x, y, z, w; };
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct uint2 { u32 x, y; };
-static float __fdividef(float a, float b) { return a / b; }
+static float quotient(float a, float b) { return a / b; }
 struct float4 { float x, y, z, w; };
 struct Index { int x, y; };
 struct Copy { void* to; const void* from; int bytes; };
@@ -104,6 +104,8 @@ static u16 from_float(float f) {
     memcpy(&bits, &f, 4);
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+
+static float product(u16 a, u16 b) { return to_float(from_float(to_float(a) * to_float(b))); }
 
 static uint4 read16(const u16* p) {
     uint4 v;
@@ -416,7 +418,10 @@ static void meet_cluster() {  // those who have left count as if they were there
     }
 }
 static void sync_whole_cluster() { meet_cluster(); }
-static float silu_times(float gate, float up) { return gate / (1.f + expf(-gate)) * up; }
+static float silu_times(float gate, float up) {
+    const float g = to_float(from_float(gate));
+    return product(from_float(quotient(g, 1.f + expf(-g))), from_float(up));
+}
 static int rank_in_cluster() { return me / threads; }
 static int blocks_of_cluster() { return fibers.size() / threads; }
 static void add_four(const u16* p, float (&sum)[4]) {

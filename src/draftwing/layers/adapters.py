@@ -17,34 +17,21 @@ from draftwing.parallel.ranks import Ranks
 class AdaptedWeight:
     """What the adapters in the slots add to the outputs of one `Linear`."""
 
-    def __init__(
-        self, queries: QueryAdapters, weights: AdapterWeights, ops: LayerOps, ranks: Ranks | None, one_way: bool
-    ) -> None:
-        """ranks: over which outputs are summed, None: over none, or of all inputs.  one_way: whether gates are never
-        fused with the product, for that rounds in another way, and a row must have the same bits in any batch."""
-        self.weights = weights
-        self._queries, self._ops, self._ranks, self._one_way = queries, ops, ranks, one_way
-
-    @property
-    def adds(self) -> bool:
-        """Returns whether a query of this forward has an adapter."""
-        return self._queries.slots is not None
-
-    @property
-    def ungated(self) -> bool:
-        """Returns whether the product and what is made of it by a gate are two operations."""
-        return self._one_way or self.adds
+    def __init__(self, queries: QueryAdapters, weights: AdapterWeights, ops: LayerOps, ranks: Ranks | None) -> None:
+        """ranks: over which outputs are summed, None: over none, or of all inputs."""
+        self.queries, self.weights = queries, weights
+        self._ops, self._ranks = ops, ranks
 
     def begin(self, x: Tensor) -> Tensor | None:
         """x [M, inputs] of a product that comes next -> what `add` is to be given."""
-        slots = self._queries.slots
+        slots = self.queries.slots
         if slots is None or not self._ops.adapts_ahead:
             return None
-        return self._ops.adapter_down(x, self.weights, slots, self._queries.plan)
+        return self._ops.adapter_down(x, self.weights, slots, self.queries.plan)
 
     def add(self, y: Tensor, x: Tensor, begun: Tensor | None = None) -> None:
         """x [M, inputs] of the product y [M, outputs], which is changed. begun: by `begin`."""
-        slots, plan = self._queries.slots, self._queries.plan
+        slots, plan = self.queries.slots, self.queries.plan
         if slots is None:
             return
         if self._ranks is None and begun is None:
@@ -62,19 +49,14 @@ class AdaptedGroups:
 
     def __init__(self, queries: QueryAdapters, weights: AdapterWeights, ops: LayerOps, groups: int) -> None:
         """groups: how many matrices there are; others are without adapters."""
-        self._queries, self._weights, self._ops, self._groups = queries, weights, ops, groups
-
-    @property
-    def adds(self) -> bool:
-        """Returns whether a query of this forward has an adapter."""
-        return self._queries.slots is not None
+        self.queries, self._weights, self._ops, self._groups = queries, weights, ops, groups
 
     def add(self, y: Tensor, x: Tensor, groups: Tensor) -> None:
         """groups [M, n] int64: the matrices that each query's pairs are of; x [M or M * n, inputs] of the products y
         [M * n, outputs], which are changed."""
-        if self._queries.slots is None:
+        if self.queries.slots is None:
             return
-        slots, count = self._queries.slots.unsqueeze(1), groups.shape[1]
+        slots, count = self.queries.slots.unsqueeze(1), groups.shape[1]
         mine = (slots > 0) & (groups >= 0) & (groups < self._groups)
         own = torch.where(mine, (slots - 1) * self._groups + groups + 1, 0)
         rows = x if len(x) == len(y) else x.repeat_interleave(count, 0)

@@ -103,6 +103,11 @@ class DecoderLayer(nn.Module):
         return self.attn_norm, self._quantises[0]
 
     @property
+    def _adds(self) -> bool:
+        """Returns whether adapters add to products in the forward that runs."""
+        return self._queries is not None and self._queries.adds
+
+    @property
     def _sums_plainly(self) -> bool:
         """Returns whether what mixer and MLP give is added to the residual stream as it is, one after the other."""
         others = self.attn_out_norm, self.mlp_out_norm, self.beside
@@ -117,11 +122,12 @@ class DecoderLayer(nn.Module):
             self.end.use(ops)
 
     def take_adapters(self, queries: QueryAdapters) -> None:
-        """Asks these from now on whether some have adapters, and quantises nothing that adapters read."""
-        self._queries, self._quantises = queries, (False, False)
-        for made in (self._mixer_sum, self._mlp_sum):  # to which adapters add yet
+        """Asks these in each forward whether some have adapters: of what adapters add to no norm is made before, and
+        nothing is quantised that they read."""
+        self._queries = queries
+        for made in (self._mixer_sum, self._mlp_sum):
             if made is not None:
-                made.lead_to(None)
+                made.take_adapters(queries)
         self._tell_again()
 
     def see_at_most(self, positions: int | None) -> None:
@@ -202,7 +208,7 @@ class DecoderLayer(nn.Module):
             return out
         normed = under
         if normed is None:
-            normed = self.attn_norm.quantised(x) if self._quantises[0] else self.attn_norm(x)
+            normed = self.attn_norm.quantised(x) if self._quantises[0] and not self._adds else self.attn_norm(x)
         return self._mix(normed, normed if self._normed_residual else x, cos, sin, attend)  # type: ignore[arg-type]
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
@@ -262,13 +268,13 @@ class DecoderLayer(nn.Module):
             assert isinstance(normed, Tensor)
             read = normed if self.mlp_norm is None else self.mlp_norm(x)
             return self.mlp(read, residual=self.mixer(normed, cos, sin, attend, residual=x))
-        quantises, norm = self._quantises[1], self.mlp_norm
+        quantises, norm = self._quantises[1] and not self._adds, self.mlp_norm
         assert norm is not None
         if self._scale != 1:
             x, normed = self._before_mlp(normed, x, cos, sin, attend)
             return self._ops.add_scaled(x, self._ops.add_scaled(self.mlp(normed), None, self._scale))
         ranks = self._mixer_sum
-        if self._ops.norm_adds_residual and (ranks is None or self._queries is not None):
+        if self._ops.norm_adds_residual and ranks is None:
             out = self.mixer(normed, cos, sin, attend)
             x, normed = norm.quantised_sum(x, out) if quantises else norm.of_sum(x, out)
         else:

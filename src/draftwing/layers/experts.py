@@ -127,11 +127,6 @@ class ExpertMLP(nn.Module):
                 MixtureWeights(*router, gate_up, down, *more, scales, self._gelu, self._gated)
             )
 
-    def take_adapters(self) -> None:
-        """Does nothing in one call any more, if its experts may have adapters."""
-        if self.gate_up.grouped is not None:
-            self._whole = None
-
     def forward(self, x: Tensor, residual: Tensor | None = None, by: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added; by [M, hidden]: what experts are chosen by, None: x
         -> [M, hidden]"""
@@ -146,7 +141,7 @@ class ExpertMLP(nn.Module):
     def _own_sum(self, x: Tensor, by: Tensor | None, residual: Tensor | None) -> Tensor:
         """x [M, size], by [M, hidden] or None, residual [M, size] -> [M, size]: of what this rank has of the experts,
         or of all of them."""
-        if self._whole is not None:
+        if self._whole is not None and not (self.gate_up.adds or self.down.adds):
             return self._whole(x, residual, self.scatter, by)
         inner, routed = self._inner(x, by)
         if self._joins is not None:
@@ -380,9 +375,7 @@ class ExpertLinear(Linear):
     def gated(self, x: Tensor, routed: Routed, limit: float = 0.0) -> Tensor:  # type: ignore[override]
         """x [M or pairs, in_features] -> [pairs, out_features / 2] of the product, whose first half are gates:
         silu(gate) times up, or, with a limit, `LayerOps.clamped_swiglu`."""
-        # Of rows that may stand beside adapted ones gates are always made of products: fused ones have other bits.
-        fused = None if self.grouped is not None else self._gemm
-        out = None if fused is None else fused.gated(x, self.bias, routed, limit)
+        out = None if self.adds or self._gemm is None else self._gemm.gated(x, self.bias, routed, limit)
         if out is not None:
             return out
         gate_up = self(x, routed)
@@ -390,9 +383,12 @@ class ExpertLinear(Linear):
 
     def squared(self, x: Tensor, routed: Routed) -> Tensor:
         """x [M or pairs, in_features] -> relu(product)², [pairs, out_features]"""
-        fused = None if self.grouped is not None else self._gemm
-        out = None if fused is None else fused.squared(x, self.bias, routed)
+        out = None if self.adds or self._gemm is None else self._gemm.squared(x, self.bias, routed)
         return self._ops.relu_squared(self(x, routed)) if out is None else out
+
+    @property
+    def adds(self) -> bool:
+        return self.grouped is not None and self.grouped.queries.adds
 
     @property
     def groups(self) -> int:

@@ -196,7 +196,7 @@ class HeadLinear(ExpertLinear):
     def adapt(self, y: Tensor, x: Tensor, factor: float = 1.0) -> None:
         """x [M, heads, in_features] of the products y [M, heads, out_features or more], which were multiplied with
         `factor`, and to which adapters are added."""
-        if self.grouped is None or not self.grouped.adds:
+        if self.grouped is None or not self.grouped.queries.adds:
             return
         heads = torch.arange(self.count, device=x.device).expand(len(x), -1)
         x = x if factor == 1 else x * factor

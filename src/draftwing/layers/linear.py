@@ -103,22 +103,27 @@ class Linear(LinearBase):
 
     def last(self, x: Tensor, outputs: int) -> Tensor:
         """x [M, in_features] -> the last so many outputs, [M, outputs], or all of them."""
-        if self.adapted is not None and self.adapted.adds:
+        if self.adds:
             return self(x)
         return self.op.last(x, self.bias, outputs)
 
     @property
+    def adds(self) -> bool:
+        """Returns whether adapters add to its products in the forward that runs."""
+        return self.adapted is not None and self.adapted.queries.adds
+
+    @property
     def takes_fp8(self) -> bool:
-        """Returns whether its products are of activations in fp8, which may come so: not where adapters read them, nor
-        where they are gathered."""
-        return self.op.takes_fp8 and self.adapted is None and self.joins is None
+        """Returns whether its products are of activations in fp8, which may come so now: not where adapters read them,
+        nor where they are gathered."""
+        return self.op.takes_fp8 and self.joins is None and not self.adds
 
     def gated(self, x: Tensor | Fp8Rows, gelu: bool = False) -> Tensor:
         """x [M, in_features] -> silu(gate) * up, [M, out_features / 2]; the weight makes gates, then ups. gelu: by
         GELU instead."""
         if gelu:
             return self._ops.gelu_mul(self(x))
-        if self.adapted is not None and self.adapted.ungated:
+        if self.adds:
             return self._ops.silu_mul(self(x))
         takes_it = isinstance(x, Tensor) or self.op.takes_fp8
         out = self.op.gated(x, self.bias) if takes_it else None  # type: ignore[arg-type]

@@ -247,22 +247,19 @@ class DecoderModel(nn.Module):
             return ids
         return images.blanked(ids, self.config.tower.blank)
 
-    def take_adapters(self, weights: Mapping[str, AdapterWeights], deterministic: bool) -> None:
+    def take_adapters(self, weights: Mapping[str, AdapterWeights]) -> None:
         """Lets adapters add to products from now on, in forwards that say which. weights: of `Linear`s by name, all of
-        which `adaptable` has.  deterministic: as of `pack`, which comes before."""
+        which `adaptable` has."""
         linears = self.adaptable(WIDE)
         for name, own in weights.items():
             linear = linears[name]
             if isinstance(linear, ExpertLinear):
                 linear.grouped = AdaptedGroups(self._queries, own, self._ops, linear.groups)
                 continue
-            linear.adapted = AdaptedWeight(self._queries, own, self._ops, linear.op.sums_over, deterministic)
+            linear.adapted = AdaptedWeight(self._queries, own, self._ops, linear.op.sums_over)
         for layer in self.layers:
             if isinstance(layer, DecoderLayer):
                 layer.take_adapters(self._queries)
-        for part in self.modules():
-            if isinstance(part, ExpertMLP):
-                part.take_adapters()
         self._whole.clear()
 
     def adaptable(self, wide: Collection[str] = ()) -> dict[str, Linear]:

@@ -373,6 +373,8 @@ def test_bits_of_many_rows(triton_ops: TorchOps, kind: str, limit: float) -> Non
     routed = triton_ops.route(logits, Routing(TOP), **how)
     found, gated = gemm.linear(x, bias, routed), gemm.gated(x, bias, routed, limit)
     assert gated is not None
+    made_apart = triton_ops.clamped_swiglu(found, limit) if limit else triton_ops.silu_mul(found)
+    assert torch.equal(gated, made_apart), "which adapters may have added to"
     for some in (slice(0, 1), slice(5, 14), slice(300, 428), slice(600, 700)):
         alone, own = triton_ops.route(logits[some], Routing(TOP), **how), slice(some.start * TOP, some.stop * TOP)
         assert torch.equal(gemm.linear(x[some], bias, alone), found[own]), some

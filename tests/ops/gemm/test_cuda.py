@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gemm_inputs import compiled, device, exact, launch, on_gpu, on_host, random
+from gemm_inputs import check_gates, compiled, device, exact, launch, on_gpu, on_host, random
 from torch import Tensor
 
 from draftwing.ops.gemm.cuda import KINDS, PART, read_source, shapes_for, small_m_gemm, tile_of
@@ -223,8 +223,10 @@ def test_against_float64(run: Host, name: str) -> None:
     rows = shape.tokens + 3
     x, w = random(rows, depth, seed=0), random(features, depth, seed=1) * depth**-0.5
     bias, extra = random(features, seed=2), random(rows, features, seed=3)
-    expected = exact(kind, x, w, bias, extra)
-    torch.testing.assert_close(run(name, x, w, bias, extra).double(), expected, rtol=2e-2, atol=2e-2)
+    expected, found = exact(kind, x, w, bias, extra), run(name, x, w, bias, extra)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
+    if kind == "silu":
+        check_gates(found, run("plain_8", x, w, bias))
 
 
 def cancelling(rows: int, features: int, depth: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from gemm_inputs import EARLY, LATE, compiled, device, exact, launch, on_hopper, on_host, pointer, random
+from gemm_inputs import (
+    EARLY,
+    LATE,
+    check_gates,
+    compiled,
+    device,
+    exact,
+    launch,
+    off_by,
+    on_hopper,
+    on_host,
+    pointer,
+    random,
+)
 from torch import Tensor
 
 from draftwing.errors import ConfigError
@@ -295,17 +308,19 @@ def test_dense_against_float64(run_dense: DenseHost, rows: int, columns: int, ra
     """Rows of x have the same bits in any batch, whatever a block takes."""
     weight, x, bias = random(rows, columns, seed=1), random(150, columns, seed=2), random(rows, seed=3)
     gated = kind == "silu"
-    features = rows // 2 if gated else rows
     extra = random(150, rows, seed=4) if kind == "add" else None
 
-    def found(first: int, last: int, at_once: int, early: int) -> Tensor:
+    def found(first: int, last: int, at_once: int, early: int, gated: bool = gated) -> Tensor:
+        features = rows // 2 if gated else rows
         cut = cuda_dense.make_cut(last - first, features, gated, columns, ranges, alike(at_once), at_once)
         fits = [size for size in DENSE_SIZES if size.groups == cut.size.groups and size.features >= cut.size.features]
         its = None if extra is None else extra[first:last]
         return run_dense(x[first:last], weight, bias, its, gated, cut._replace(size=fits[0]), early)
 
     whole = found(0, 150, 2, EARLY)
-    torch.testing.assert_close(whole.double(), exact(kind, x, weight, bias, extra), rtol=2**-7, atol=2e-3)
+    torch.testing.assert_close(whole.double(), exact(kind, x, weight, bias, extra), rtol=off_by(kind), atol=2e-3)
+    if gated:
+        check_gates(whole, found(0, 150, 2, EARLY, False))
     for first, last, at_once, early in ((149, 150, 1, LATE), (100, 150, 1, EARLY), (3, 100, 2, LATE), (5, 90, 1, LATE)):
         assert torch.equal(found(first, last, at_once, early), whole[first:last])
 
@@ -400,7 +415,9 @@ def test_shares_of_many_rows(run_dense: DenseHost, rows: int, columns: int, kind
     gated = kind == "silu"
     extra = random(len(x), rows, seed=4) if kind == "add" else None
     whole = run_dense.many(x, weight, bias, extra, gated, cuda_many.SHARES, 1, EARLY)
-    torch.testing.assert_close(whole.double(), exact(kind, x, weight, bias, extra), rtol=2**-7, atol=2e-3)
+    torch.testing.assert_close(whole.double(), exact(kind, x, weight, bias, extra), rtol=off_by(kind), atol=2e-3)
+    if gated:
+        check_gates(whole, run_dense.many(x, weight, bias, None, False, cuda_many.SHARES, 1, EARLY))
     for first, last, at_once, early in ((0, 300, 30, LATE), (100, 290, 2, LATE), (3, 4, 1, EARLY)):
         its = None if extra is None else extra[first:last]
         found = run_dense.many(x[first:last], weight, bias, its, gated, cuda_many.SHARES, at_once, early)
@@ -577,7 +594,9 @@ def test_against_float64(run: Host, rows: int, columns: int, kind: str, clusters
     expected = exact(kind, values, weight.dense(torch.float32), bias, extra)
     some = slice(130, 147)
     whole = run(x, weight, bias, extra, gated, EARLY, (2, 4, 8))
-    torch.testing.assert_close(whole.double(), expected, rtol=2**-7, atol=2e-3)
+    torch.testing.assert_close(whole.double(), expected, rtol=off_by(kind), atol=2e-3)
+    if gated:
+        check_gates(whole, run(x, weight, bias, None, False, EARLY, (2, 4, 8)))
     for part, early in ((slice(149, 150), LATE), (some, LATE), (some, EARLY), (slice(3, 150), LATE)):
         found = run(x[part], weight, bias, None if extra is None else extra[part], gated, early, clusters)
         assert torch.equal(found, whole[part])

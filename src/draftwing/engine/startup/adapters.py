@@ -54,7 +54,7 @@ def adapter_slots(options: Options, model: DecoderModel) -> AdapterSlots | None:
         return None
     assert options.max_lora_rank is not None
     wide = adapted_kinds(options)
-    slots = AdapterSlots(model, options.max_loras, options.max_lora_rank, options.deterministic, wide)
+    slots = AdapterSlots(model, options.max_loras, options.max_lora_rank, wide)
     if model.ranks.rank == 0:
         log.info("adapters: %d slots of rank %d, %.2f GB", options.max_loras, options.max_lora_rank, slots.nbytes / 1e9)
     return slots

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwing.layers.linear_ops.base import LinearOp
+from draftwing.ops.adapters.spec import QueryAdapters
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
 from draftwing.parallel.columns import Columns, every_rank, places
@@ -50,6 +51,7 @@ class NormedSum:
     def __init__(self, ranks: Ranks, ops: LayerOps) -> None:
         self._ranks, self._ops = ranks, ops
         self._norm: NextNorm | None = None
+        self._queries: QueryAdapters | None = None
         self._under: Tensor | Fp8Rows | None = None
 
     def use(self, ops: LayerOps) -> None:
@@ -59,8 +61,13 @@ class NormedSum:
         """Makes sums with a residual under this norm, too, from now on; with None no longer."""
         self._norm = norm
 
+    def take_adapters(self, queries: QueryAdapters) -> None:
+        """Makes no sums under the norm in forwards where adapters add to them yet."""
+        self._queries = queries
+
     def __call__(self, partial: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        if self._norm is None or residual is None:
+        adds = self._queries is not None and self._queries.adds
+        if self._norm is None or residual is None or adds:
             return self._ranks.sum_rows(partial, bias, residual, self._ops)
         total, self._under = self._ranks.sum_under(self._norm, partial, bias, residual, self._ops)
         return total

@@ -346,15 +346,13 @@ class AdapterSlots(Slots):
 
     targets: AdapterTargets
 
-    def __init__(
-        self, model: DecoderModel, count: int, rank: int, deterministic: bool = False, wide: Collection[str] = ()
-    ) -> None:
+    def __init__(self, model: DecoderModel, count: int, rank: int, wide: Collection[str] = ()) -> None:
         """model: packed; from now on its products are with adapters.  rank: the most of any adapter.  wide: as
         `AdapterTargets` has it."""
         super().__init__(AdapterTargets(model, wide), model.adaptable(wide), count, rank, model, model.ops)
         self.layout, self._ranks = SlotLayout(self.weights, self.targets.groups), model.ranks
         self.spare = SpareMemory(self.layout.sizes)
-        model.take_adapters(self.weights, deterministic)
+        model.take_adapters(self.weights)
 
     def imaged(self, adapter: Adapter, memory: Callable[[int], Tensor]) -> Adapter:
         """Returns the adapter with an image of a slot that has it, in memory of the host, which is asked for by bytes.

@@ -197,7 +197,7 @@ class FeatureHead(DraftHead, nn.Module):
         for name, own in weights.items():
             linear = self.get_submodule(name)
             assert isinstance(linear, Linear)
-            linear.adapted = AdaptedWeight(self._queries, own, self.ops, linear.op.sums_over, False)
+            linear.adapted = AdaptedWeight(self._queries, own, self.ops, linear.op.sums_over)
         for part in self.modules():
             if isinstance(part, DecoderLayer):
                 part.take_adapters(self._queries)

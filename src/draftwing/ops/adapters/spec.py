@@ -77,6 +77,11 @@ class QueryAdapters:
         self.slots: Tensor | None = None
         self.plan: Tensor | None = None
 
+    @property
+    def adds(self) -> bool:
+        """Returns whether a query of this forward has an adapter."""
+        return self.slots is not None
+
     @contextmanager
     def of(self, slots: Tensor | None, plan: Tensor | None = None) -> Iterator[None]:
         """Has the forward inside be of queries with these slots."""

@@ -21,6 +21,16 @@ _SHORT = 1024  # elements of a program for rows shorter than that, and of a chun
 
 
 @triton.jit
+def gated(gate, up, GELU: tl.constexpr = False):
+    """silu(gate) * up of one type, or gelu(gate) by tanh, in float32; what `up` is multiplied with is rounded to it"""
+    wide = gate.to(tl.float32)
+    power = -wide
+    if GELU:  # x / 2 * (1 + tanh(y)) = x / (1 + exp(-2y)), y = sqrt(2 / pi) * (x + 0.044715 x^3)
+        power = wide * (-1.5957691216 - 0.0713548163 * wide * wide)
+    return (wide / (1.0 + tl.exp(power))).to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+
+
+@triton.jit
 def _silu_mul_kernel(
     out,
     x,
@@ -34,14 +44,9 @@ def _silu_mul_kernel(
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = col < FFN
     start(PDL)
-    gate = tl.load(x + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x + row * x_stride + FFN + col, mask=mask, other=0.0).to(tl.float32)
-    dtype = out.dtype.element_ty
-    power = -gate
-    if GELU:  # x / 2 * (1 + tanh(y)) = x / (1 + exp(-2y)), y = sqrt(2 / pi) * (x + 0.044715 x^3)
-        power = gate * (-1.5957691216 - 0.0713548163 * gate * gate)
-    gate = (gate / (1.0 + tl.exp(power))).to(dtype).to(tl.float32)
-    tl.store(out + row * FFN + col, (gate * up).to(dtype), mask=mask)
+    gate = tl.load(x + row * x_stride + col, mask=mask, other=0.0)
+    up = tl.load(x + row * x_stride + FFN + col, mask=mask, other=0.0)
+    tl.store(out + row * FFN + col, gated(gate, up, GELU).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwing.ops.elementwise.triton import gated
 from draftwing.ops.experts import cuda as gemm_experts
 from draftwing.ops.experts.routing import DeviceExpertGemm, Routed
 from draftwing.ops.experts.rows import FP8, INT4, INT8, MX, STEP, expert_rows, fits
@@ -27,7 +28,7 @@ from draftwing.ops.gemm.cuda_many import in_sets
 from draftwing.ops.gemm.groups import PackedGroups
 from draftwing.ops.gemm.shapes import SHARES
 from draftwing.ops.gemm.stored import MX_BLOCK, MXRows
-from draftwing.ops.triton.common import INTERPRETED, fast_divided, keep_cache, launch_options, let_next_come, wait
+from draftwing.ops.triton.common import INTERPRETED, keep_cache, launch_options, let_next_come, wait
 
 # How a weight is stored, and what becomes of a product.
 DENSE = 0
@@ -293,10 +294,12 @@ def _expert_gemm_kernel(
             if bias is not None:
                 up = tl.load(bias + row + WIDTH + tl.arange(0, FEATURES), mask=col < WIDTH, other=0.0)
                 other += up.to(tl.float32)[None, :]
+            # Rounded first, as products are to which adapters add before gates are made of them.
             if ACT == _SILU:
-                total = fast_divided(total, 1.0 + tl.exp(-total)) * other
+                total = gated(total.to(dtype), other.to(dtype))
             else:
-                total = clamped_swiglu_of(total, other, limit, ALPHA)
+                gate, up = total.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32)
+                total = clamped_swiglu_of(gate, up, limit, ALPHA)
         mask = (lane < count)[:, None] & (col < WIDTH)[None, :]
         tl.store(out + pair[:, None] * WIDTH + col[None, :], total.to(dtype), mask=mask)
 

@@ -27,10 +27,11 @@ typedef unsigned short u16;
 #define STEP (SHARES * CHUNK)
 
 #if TYPE_BF16
-#define TYPES ".bf16.bf16"
+#define TYPE ".bf16"
 #else
-#define TYPES ".f16.f16"
+#define TYPE ".f16"
 #endif
+#define TYPES TYPE TYPE
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32" TYPES ".f32"
 
 __device__ __forceinline__ float to_float(u16 bits) {
@@ -51,6 +52,24 @@ __device__ __forceinline__ u16 from_float(float f) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(f));
 #endif
     return bits;
+}
+
+// a / b, as a compiler of kernels that are not in CUDA divides.
+__device__ __forceinline__ float quotient(float a, float b) {
+    float f;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(f) : "f"(a), "f"(b));
+    return f;
+}
+
+// a * b of numbers of 16 bits, rounded to them.
+__device__ __forceinline__ float product(u16 a, u16 b) {
+#if TYPE_BF16 && __CUDA_ARCH__ < 900
+    return to_float(from_float(to_float(a) * to_float(b)));
+#else
+    u16 bits;
+    asm("mul" TYPE " %0, %1, %2;" : "=h"(bits) : "h"(a), "h"(b));
+    return to_float(bits);
+#endif
 }
 
 // Volatile, and not by way of .nc, which ptxas moves behind griddepcontrol.wait: what is read ahead must stay ahead of it.
@@ -199,8 +218,13 @@ __device__ __forceinline__ void keep_sums(const float (&d)[ROW_TILES][TOKEN_TILE
     }
 }
 
+__device__ __forceinline__ float rounded(float f) { return to_float(from_float(f)); }
+
+// silu(gate) * up. Both are rounded before, and silu(gate) is: the bits of ops/elementwise/triton.py, which makes gates of
+// products to which something was added.
 __device__ __forceinline__ float silu_times(float gate, float up) {
-    return __fdividef(gate, 1.f + __expf(-gate)) * up;
+    const float g = rounded(gate);
+    return product(from_float(quotient(g, 1.f + __expf(-g))), from_float(up));
 }
 
 // sums [PARTS][TOKENS][pitch_of(ROWS)] in each block of a cluster, by all its threads -> y. POWER: of 2, by which weights

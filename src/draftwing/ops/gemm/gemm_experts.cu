@@ -188,6 +188,7 @@ struct Words {
 template <int KIND>
 __device__ __forceinline__ float gated(float gate, float up, float limit) {
     if (KIND == SILU_MUL) return silu_times(gate, up);
+    gate = rounded(gate), up = rounded(up);  // as silu_times has them
     gate = gate < limit ? gate : limit;
     up = up < limit ? up : limit;
     up = up > -limit ? up : -limit;

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwing.ops.elementwise.triton import gated
 from draftwing.ops.gemm.shapes import SHARES
-from draftwing.ops.triton.common import fast_divided, keep_cache, launch_options, start
+from draftwing.ops.triton.common import keep_cache, launch_options, start
 
 CHUNK = 64  # columns
 ROWS, FEATURES, WARPS, STAGES = 128, 128, 8, 3  # of a tile, not swept; of gates and ups half of the features each
@@ -63,7 +64,7 @@ def _shares_kernel(
         up += part_up
         if bias is not None:
             up += tl.load(bias + features + feature, mask=feature < features, other=0.0).to(tl.float32)[None, :]
-        total = fast_divided(total, 1.0 + tl.exp(-total)) * up
+        total = gated(total.to(out.dtype.element_ty), up.to(out.dtype.element_ty))  # as of products that are stored
     to = row[:, None].to(tl.int64) * features + feature[None, :]
     if residual is not None:
         total += tl.load(residual + to, mask=there & real, other=0.0).to(tl.float32)

@@ -74,14 +74,6 @@ def memory_of(device: torch.device) -> int:
 
 
 @triton.jit
-def fast_divided(x, y):
-    """x / y as CUDA's __fdividef gives it"""
-    if IS_INTERPRETED:
-        return x / y
-    return tl.inline_asm_elementwise("div.approx.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def rounded_product(x, y):
     """x * y, float32, rounded before anything is added to it, as it is where the product is a kernel of its own: a
     compiler makes one operation of a product and a sum, whose bits are others."""
