@@ -259,6 +259,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan-moe": grown("hunyuan-a13b-instruct", intermediate_size=256, moe_intermediate_size=[256] * 4),
     "olmoe": grown("olmoe-1b-7b", intermediate_size=256),
     "flexolmo": grown("flexolmo-7x7b-1t", num_experts=7, intermediate_size=256),
+    "falcon": grown("falcon-7b-instruct"),
+    "falcon-40b": grown("falcon-40b-instruct", num_kv_heads=4),
+    "gpt2": grown("gpt2", n_embd=HIDDEN, n_layer=4, n_head=16, n_positions=4096),
+    "starcoder": grown("starcoderbase", n_embd=HIDDEN, n_inner=2048, n_layer=4, n_head=16, n_positions=4096),
+    "mimo-v2": grown(
+        "mimo-v2-flash", head_dim=192, swa_head_dim=192, v_head_dim=128, swa_v_head_dim=128, num_attention_heads=8,
+        swa_num_attention_heads=8, num_key_value_heads=2, sliding_window_size=64,
+    ),
     "dots": grown("dots.llm1.inst", moe_intermediate_size=256),
 }  # fmt: skip
 CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}

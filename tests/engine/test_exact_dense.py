@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engine_rig import RANKS
 from exactness import OWN_CUDA, Exactness, case_of
-from models.test_decoder import FAMILIES, SIZES, random_reference
+from models.test_decoder import FAMILIES, SIZES, architecture, random_reference
 from published import published
 from tiny_checkpoint import VOCAB, write_tokenizer
 
@@ -31,6 +31,8 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "afmoe": ("cpu", "blocks", RANKS),
     "laguna": ("cpu", "blocks", RANKS),
     "cohere2-moe": ("cpu", "blocks", RANKS), "olmo": ("cpu", "blocks"), "nanochat": ("cpu", "blocks", RANKS),
+    "falcon-grouped": ("cpu", "blocks", RANKS), "gpt2": ("cpu", "blocks", RANKS), "falcon": ("cpu",),
+    "mimo-v2": ("cpu", "blocks", RANKS),
     "DeciLM": ("cpu", "blocks"), "Gemma3n": ("cpu", "blocks"), "phimoe": ("cpu", "blocks", RANKS),
     "hunyuan": ("cpu", "blocks", RANKS), "apertus": ("cpu", "blocks", RANKS), "arcee": ("cpu", "blocks"),
     "llama4": ("cpu", "blocks", RANKS), "llama4-plain": ("cpu",),
@@ -55,6 +57,10 @@ MORE: dict[str, dict[str, Any]] = {
     "starcoder2": {"tie_word_embeddings": False, "use_bias": False},
     "neox": {"attention_bias": False},
     "granite": {"logits_scaling": 0.5},
+    "falcon-grouped": {"tie_word_embeddings": False, "bias": False},
+    "gpt2": {"tie_word_embeddings": False},
+    "falcon": {"tie_word_embeddings": False},
+    "mimo-v2": {"attention_bias": False},
     "apertus": {"attention_bias": False},
     "arcee": {"attention_bias": False, "mlp_bias": False},
     "smollm3": {"tie_word_embeddings": False},
@@ -81,7 +87,7 @@ def case(harness, family, one_thread):
         config = from_hf({**found.get("text_config", found), **own, "architectures": [f"{family}ForCausalLM"]})
     else:
         prefix, settings = FAMILIES[family]
-        config = from_hf({**SIZES, **settings, **own, "architectures": [f"{prefix}ForCausalLM"]})
+        config = from_hf({**SIZES, **settings, **own, "architectures": [architecture(prefix)]})
     return case_of(harness, partial(harness.model_of, config))
 
 
@@ -115,6 +121,8 @@ def test_the_pool_does_not_choose_the_factors_of_longrope(tmp_path: Path) -> Non
         "arcee",
         "phi",
         "neox",
+        "falcon",
+        "gpt2",
         "ernie4.5-moe",
         "granite-moe",
         "ling2",

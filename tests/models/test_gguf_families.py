@@ -43,7 +43,8 @@ IN_FILES = {
     "cohere2-moe": ("cohere2moe", False),
     "dots1": ("dots1", False), "hunyuan-v3": ("hy_v3", False), "mistral4": ("mistral4", False),
     "stablelm": ("stablelm", False), "stablelm-parallel": ("stablelm", False), "starcoder2": ("starcoder2", False),
-    "phi": ("phi2", False), "neox": ("gptneox", False), "neox-sequential": ("gptneox", False),
+    "phi": ("phi2", False), "falcon": ("falcon", False), "gpt2": ("gpt2", False), "gpt-bigcode": ("starcoder", False),
+    "neox": ("gptneox", False), "neox-sequential": ("gptneox", False),
     "nemotron": ("nemotron", False), "jais2": ("jais2", False), "solar": ("glm4moe", False),
     "llama2 as internlm2": ("internlm2", True), "glm as chatglm": ("chatglm", False),
     "granite as minicpm": ("minicpm", True), "minicpm3": ("minicpm3", False), "exaone": ("exaone", False),
@@ -65,6 +66,8 @@ UNSAID: dict[str, dict[str, Any]] = {
     "afmoe": {"global_attn_every_n_layers": 4},
     "mellum": {"mlp_layer_types": ["sparse"] * 3, "norm_topk_prob": True},
     **{key: {"num_key_value_heads": 4, "hidden_act": "gelu"} for key in ("neox", "neox-sequential")},
+    **{key: {"num_key_value_heads": 1, "intermediate_size": 256, "n_inner": 256} for key in ("falcon", "gpt-bigcode")},
+    "gpt2": {"num_key_value_heads": 4, "intermediate_size": 256},
     "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "v_head_dim": 16},
     "granite as minicpm": {
         "embedding_multiplier": 12.0,
@@ -126,7 +129,10 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any, predicts: bool) -> 
     elif config.model_type == "olmo":
         writer.add_layer_norm_eps(1e-5)
     else:
-        named = (getattr(config, f"{key}", None) for key in ("layer_norm_eps", "norm_epsilon", "norm_eps"))
+        named = (
+            getattr(config, f"{key}", None)
+            for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+        )
         writer.add_layer_norm_eps(next(eps for eps in named if eps is not None))
     if hasattr(config, "logit_scale"):
         writer.add_logit_scale(config.logit_scale)
@@ -147,6 +153,8 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any, predicts: bool) -> 
 
 
 def _add_rope(writer: gguf_package.GGUFWriter, config: Any) -> None:
+    if config.model_type.startswith("gpt") and "neox" not in config.model_type:
+        return  # positions are learned
     rope, head_dim = config.rope_parameters, _head_dim(config)
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"] * rope.get("alpha", 1) ** (head_dim / (head_dim - 2)))
@@ -297,6 +305,8 @@ def write(
         if arch == "gptneox" and "query_key_value" in name:  # converters put all queries first
             by_head = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
             values = by_head.swapaxes(0, 1).reshape(values.shape).copy()
+        if arch == "gpt2" and ".c_" in name and values.ndim == 2:
+            values = values.T.copy()
         if arch in ("gemma", "gemma2", "nemotron") and name.endswith("norm.weight"):
             values = values + 1
         if name.endswith("expert_gate.weight"):

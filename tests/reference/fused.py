@@ -1,4 +1,5 @@
-"""Tensors of Llama and GLM-4 as InternLM2 and ChatGLM have them: fewer matrices, and other names."""
+"""Tensors of transformers' classes as published checkpoints have them: InternLM2 and ChatGLM, which are Llama and GLM-4
+with fewer matrices and other names, and GPT-2."""
 
 from __future__ import annotations
 
@@ -49,4 +50,10 @@ def chatglm(tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     return found
 
 
-AS_PUBLISHED = {"internlm2": internlm2, "chatglm": chatglm}  # by `model_type` of a published config
+def gpt2(tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Published files have no prefix, and masks."""
+    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 8, 8).tril() for i in range(config.n_layer)}
+    return masks | {name.removeprefix("transformer."): value for name, value in tensors.items()}
+
+
+AS_PUBLISHED = {"internlm2": internlm2, "chatglm": chatglm, "gpt2": gpt2}  # by `model_type` of a published config

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError, ConfigError
@@ -45,7 +46,9 @@ class AttentionConfig(MixerConfig):
     whether norms of heads have no weights.  reversed: whether heads are turned the other way round in a
     checkpoint.  clip: what queries, keys and values are kept within, 0: nothing.  index: what picks the blocks of
     tokens that a query attends to, None: it attends to all.  normed: where `whole_norms` are taken of what is
-    gathered of all ranks, which columns each has of queries, and of keys, and the first of this one.
+    gathered of all ranks, which columns each has of queries, and of keys, and the first of this one.  values: elements
+    of a head of values, 0: as many as of keys; fewer are kept with zeros behind them.  value_scale: what such
+    values are multiplied with.
     """
 
     heads: int
@@ -78,6 +81,8 @@ class AttentionConfig(MixerConfig):
     chunk: int = 0
     index: BlockIndexConfig | None = None
     normed: tuple[tuple[Columns, int], ...] = ()
+    values: int = 0
+    value_scale: float = 1.0
 
     @property
     def rotates(self) -> tuple[int, int] | None:
@@ -87,13 +92,18 @@ class AttentionConfig(MixerConfig):
     def shape(self) -> HeadShape:
         return HeadShape(self.heads, self.kv_heads, self.head_dim)
 
+    @property
+    def value_dim(self) -> int:
+        return self.values or self.head_dim
+
     def keeps(self) -> KVSpec:
         return KVSpec(self.kv_heads, self.head_dim, index_size=0 if self.index is None else self.index.kept)
 
     def weights(self, hidden: int) -> int:
-        made = 0 if self.kv_from is not None else self.kv_heads * (1 if self.values_are_keys else 2)
+        size, own = self.head_dim, self.value_dim
+        made = 0 if self.kv_from is not None else self.kv_heads * (size + (0 if self.values_are_keys else own))
         index = 0 if self.index is None else self.index.weights(hidden)
-        return hidden * self.head_dim * ((2 + self.gated) * self.heads + made) + index
+        return hidden * (((1 + self.gated) * size + own) * self.heads + made) + index
 
     def check(self) -> None:
         check_sizes(self, ("heads", "kv_heads", "head_dim"))
@@ -111,6 +121,8 @@ class AttentionConfig(MixerConfig):
                 f"expected an even number of a head's {self.head_dim} elements that are turned, found {self.rotary}"
             )
 
+        if not 0 <= self.values <= self.head_dim:
+            raise CheckpointError(f"expected values of at most {self.head_dim} elements, as keys, found {self.values}")
         if self.index is not None:
             self.index.check()
 
@@ -147,7 +159,8 @@ class AttentionConfig(MixerConfig):
     def stored(self, hidden: int, ranks: Ranks) -> Sequence[StoredMatrix | StoredVector]:
         (heads, keys), size = self._own(ranks), self.head_dim
         q_rows, kv_rows = len(heads) * size, len(keys) * size
-        q = Share(heads.start * size, q_rows, self.heads * size)
+        q, own = Share(heads.start * size, q_rows, self.heads * size), self.value_dim
+        out = Share(heads.start * own, len(heads) * own, self.heads * own)
         kv = Cut(0, Share(keys.start * size, kv_rows, self.kv_heads * size))
         made = q_rows * (1 + self.gated)
         q_order, k_order = self._q_order(heads), self._order(keys, self.kv_heads)
@@ -161,11 +174,11 @@ class AttentionConfig(MixerConfig):
         else:
             parts.append(StoredMatrix("self_attn.q_proj", "qkv", 0, made, self.qkv_bias, Cut(0, q), q_order))
         if self.kv_from is None and not self.fused:
-            both = (("k_proj", k_order), ("v_proj", None))
-            for i, (name, order) in enumerate(both[:1] if self.values_are_keys else both):
-                at = made + i * kv_rows
-                parts.append(StoredMatrix(f"self_attn.{name}", "qkv", at, kv_rows, self.qkv_bias, kv, order))
-        parts.append(StoredMatrix("self_attn.o_proj", "o", 0, hidden, self.o_bias, Cut(1, q)))
+            parts.append(StoredMatrix("self_attn.k_proj", "qkv", made, kv_rows, self.qkv_bias, kv, k_order))
+            if not self.values_are_keys:
+                v, at = Share(keys.start * own, len(keys) * own, self.kv_heads * own), made + kv_rows
+                parts.append(StoredMatrix("self_attn.v_proj", "qkv", at, v.size, self.qkv_bias, Cut(0, v)))
+        parts.append(StoredMatrix("self_attn.o_proj", "o", 0, hidden, self.o_bias, Cut(1, out)))
         if self.sinks:
             cut = Cut(0, Share(heads.start, len(heads), self.heads)) if ranks.size > 1 else None
             parts.append(StoredVector("self_attn.sinks", "sinks", len(heads), cut))
@@ -266,7 +279,10 @@ class Attention(Mixer):
         assert not self.clip or not self.gated
         self.values_are_keys = config.values_are_keys
         k_rows = self.kv_heads * self.head_dim
-        self._kv_rows = k_rows * (0 if self.reads_others else 1 if config.values_are_keys else 2)  # of `qkv`
+        self._values, self._value_scale = config.values, config.value_scale
+        v_rows = 0 if config.values_are_keys else self.kv_heads * config.value_dim
+        self._kv_rows = 0 if self.reads_others else k_rows + v_rows  # of `qkv`
+        assert not config.values or not (config.fused or config.gated or self.reads_others)
         q_rows = self.heads * self.head_dim
         self._gates = q_rows if config.gated else 0  # the first outputs
         self.qkv = place.linear(self._gates + q_rows + self._kv_rows, bias=config.qkv_bias)
@@ -285,7 +301,7 @@ class Attention(Mixer):
         assert not (config.gate_rows and config.qkv_bias)  # nobody would fill those of gates
         assert not self.v_norm or (has_k_norm and not self.whole_norms)
         assert not self.values_are_keys or self.v_norm or self.reads_others
-        self.o = place.out("o", q_rows, config.o_bias)
+        self.o = place.out("o", self.heads * config.value_dim, config.o_bias)
         # In float32: they join scores, which are.
         self.sinks = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32, device=device)) if config.sinks else None
         self._window, self._chunk, self._scalar, self._cap = config.window, config.chunk, config.scalar, config.cap
@@ -297,6 +313,11 @@ class Attention(Mixer):
             assert not (self.reads_others or self.whole_norms or self.scaled_queries)
             self.index, self.needs_chunks = BlockIndexer(config.index, place), True  # which picks read
             self.before_attention = 2
+
+    @property
+    def padded(self) -> bool:
+        """Returns whether values are shorter than keys."""
+        return self._values > 0
 
     @property
     def kind(self) -> AttentionKind:
@@ -329,6 +350,8 @@ class Attention(Mixer):
             made.shape[0], -1, self.head_dim
         )  # [M, heads + 2 * kv_heads, head_dim]
         out = self._attend(qkv, cos, sin, attend) if self.index is None else self._picked(x, qkv, cos, sin, attend)
+        if self._values:
+            out = out.view(len(out), -1, self.head_dim)[..., : self._values].flatten(1)
         if not self.gated:
             return self.o(out, residual)
         gate = self.ops.gate_fp8 if self.o.takes_fp8 else self.ops.gate
@@ -357,8 +380,14 @@ class Attention(Mixer):
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
     def _with_values(self, made: Tensor) -> Tensor:
-        """made [M, ..] by `qkv` -> the same within the limit, with values behind keys, where they are the keys."""
+        """made [M, ..] by `qkv` -> the same within the limit, with values behind keys, where they are the keys, and as
+        long as keys."""
         made = made.clamp(-self.clip, self.clip) if self.clip else made
+        if self._values:
+            rest, values = made.split((made.shape[1] - self.kv_heads * self._values, self.kv_heads * self._values), 1)
+            scaled = values.view(len(made), -1, self._values) * self._value_scale
+            padded = F.pad(scaled, (0, self.head_dim - self._values)).flatten(1)
+            return self.ops.concat_columns(rest, padded)
         if not self.values_are_keys or self.reads_others:
             return made
         return self.ops.concat_columns(made, made[:, -self._kv_rows :])

@@ -51,7 +51,7 @@ class ModelConfig:
     decoder.  ahead: what its prediction layer is, where the family knows that by itself, else empty.  own_rows: how
     many tokens have embeddings by layer, 0: all.  normed_embeddings: whether the first layer reads them under a norm.
     stored_rows: of the embedding in checkpoints, of which those of tokens without logits, behind the others, are left
-    out; 0: there are none.
+    out; 0: there are none.  learned_positions: which have a row each that is added to embeddings, 0: none.
     """
 
     architecture: str
@@ -80,6 +80,7 @@ class ModelConfig:
     own_rows: int = 0
     normed_embeddings: bool = False
     stored_rows: int = 0
+    learned_positions: int = 0
 
     @property
     def family(self) -> Family:
@@ -163,6 +164,7 @@ class ModelConfig:
         vocab = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         last = 0 if self.streams is None else self.streams.around(self.hidden_size)
         tables = 0 if self.encoder is None else (self.encoder.rows + self.encoder.types) * self.hidden_size
+        tables += self.learned_positions * self.hidden_size
         return self.layer_weights + vocab + last + tables + self.hidden_size * self.per_layer * self.num_layers
 
     @property
@@ -298,6 +300,7 @@ def from_hf(config: Mapping[str, Any], head: bool = False) -> ModelConfig:
         encoder=encoder,
         ahead=made[layers:],
         normed_embeddings=family.normed_embeddings,
+        learned_positions=trained if family.learned_positions else 0,
         own_rows=fields.whole("vocab_size_per_layer_input", default=0) if made[0].per_layer else 0,
         factors=() if family.factors is None else tuple(family.factors(fields).items()),
     )

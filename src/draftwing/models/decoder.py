@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.layers.adapters import AdaptedGroups, AdaptedWeight
@@ -70,6 +71,8 @@ class DecoderModel(nn.Module):
             _kind(layer)(layer, at, dtype, device) for layer, at in zip(layers, pool_layer, strict=True)
         )
         self.start = _start(config, dtype, device)
+        self.positions = _positions(config, dtype, device) if config.learned_positions else None
+        self._position_rows: Tensor | None = None  # the same, once packed
         self.embed_norm = norm_of(config.norm, config.hidden_size, dtype, device) if config.normed_embeddings else None
         self.norm = _last_norm(config, dtype, device)
         self.encoder = None if config.encoder is None else Encoder(config.encoder, config.hidden_size, dtype, device)
@@ -139,6 +142,10 @@ class DecoderModel(nn.Module):
         for rope in self.ropes:
             cast(Rope, rope).make(positions, self.dtype, device, context)
         self._suppressed = torch.tensor(ids, device=device) if ids else None
+        if self.positions is not None:  # drafts at the end of a context may stand behind the last
+            missing = max(0, positions - len(self.positions))
+            self.positions.data = F.pad(self.positions.data, (0, 0, 0, missing))
+            self._position_rows = None if self._position_rows is None else self.positions.data
 
     def forward(
         self,
@@ -179,6 +186,9 @@ class DecoderModel(nn.Module):
         deep = 0 if images is None else images.deep
         whole = self._whole_layers(aux_layers) if not deep else None
         x = self.embedded(ids, images)
+        if self.positions is not None:
+            table = self.positions if self._position_rows is None else self._position_rows
+            x = self._ops.add_scaled(x, self._ops.take_rows(table, positions), 1.0)
         if self.encoder is not None:
             x = self.encoder.embedded(x, ids, positions, attend)
         outs = None if whole is None else whole(x, None, *turns[0], attend)
@@ -364,6 +374,7 @@ class DecoderModel(nn.Module):
         raises ConfigError for a weight that kernels of that mode do not take; else `inexact` says which they are.
         """
         self._ops = ops
+        self._position_rows = None if self.positions is None else self.positions.data
         mode = PackMode(deterministic, shared_apart=shared_apart)
         mode = mode if strict else mode._replace(refuse=self.inexact.append)
         pack_layers(self, ops, mode, keep=self.lm_head)  # `exact_logits` reads its rows
@@ -423,6 +434,10 @@ def _start(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Alt
     if not isinstance(config.streams, AltUpConfig):
         return None
     return AltUpStart(config.streams.count, config.hidden_size, dtype, device, config.weight_format)
+
+
+def _positions(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(config.learned_positions, config.hidden_size, dtype=dtype, device=device))
 
 
 def _last_norm(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RMSNorm | Streams | AltUpLast:

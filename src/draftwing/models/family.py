@@ -182,6 +182,7 @@ class Family:
     out_norms: bool = False
     centred: bool = False  # whether norms are LayerNorm
     norm_bias: bool = False  # whether these have biases
+    learned_positions: bool = False  # whether embeddings have those of positions added
     bare_norms: bool = False  # whether norms of layers have no weights, and those of heads, where these are normed
     normed_embeddings: bool = False
     clips: bool = False  # whether it reads `clip_qkv`

@@ -102,6 +102,7 @@ def model_config(file: GGUFFile) -> ModelConfig:
         hidden_size=hidden,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         max_positions=positions if encoder is None else encoder.context,
+        learned_positions=positions if family.learned_positions else 0,
         layers=made[:layers],
         ropes=(rope,) if local_rope is None else (rope, local_rope),
         norm=norm,

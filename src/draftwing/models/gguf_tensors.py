@@ -21,7 +21,7 @@ from draftwing.models.apart import of_latents
 from draftwing.models.config import ModelConfig
 from draftwing.models.family import InGGUF
 from draftwing.models.fields import MAX_LAYERS, Fields
-from draftwing.models.weight_map import MTP, NGRAM_TABLE
+from draftwing.models.weight_map import MTP, NGRAM_TABLE, POSITIONS
 from draftwing.models.weight_map import PER_LAYER as PER_LAYER_IN_FOLDERS
 from draftwing.ops.gemm.stored import BlockRows, MXRows
 from draftwing.parallel.cut import Cut
@@ -251,6 +251,7 @@ def is_copy(name: str, names: Container[str]) -> bool:
 TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "position_embd.weight": f"{POSITIONS}.weight",
     "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
     "output.bias": "lm_head.bias",

@@ -38,6 +38,7 @@ _NEXTN_NAMES = {
     "final_layernorm": "norm",
 }  # fmt: skip
 PER_LAYER = "model.embed_tokens_per_layer"  # a table that stays in its file
+POSITIONS = "model.embed_positions"
 NGRAM_TABLE = "model.layers.{}.ple.ple_embedding.ngram_embedding"  # the same, of a layer
 _NEXTN_COPIES = "embed_tokens", "shared_head.head"  # of the model's
 _NO_FACTORS: Mapping[str, float] = {}
@@ -70,6 +71,8 @@ def checkpoint_names(config: ModelConfig, ranks: Ranks = ALONE) -> dict[str, Par
         table |= named(form, "lm_head", "lm_head", 0, vocab.size, Cut(0, vocab))
     if config.head_bias:
         table["lm_head.bias"] = ParamSlice("lm_head.bias", 0, config.vocab_size)
+    if config.learned_positions:
+        table[f"{POSITIONS}.weight"] = ParamSlice("positions", 0, config.learned_positions)
     if config.encoder is not None:
         table |= _beside_layers(config.encoder, config.hidden_size)
     for i in range(config.num_layers):

@@ -19,6 +19,9 @@ FAMILIES = [
     "apertus",
     "starcoder2",
     "neox",
+    "falcon-grouped",
+    "gpt-bigcode",
+    "mimo-v2",
     "llama-biases",
     "mistral-window",
     "qwen2.5",
@@ -58,7 +61,7 @@ def test_logits(tmp_path: Path, family: str, name: str) -> None:
     save_file(tiny.quantise(tmp_path / "quantised", config, lambda _: write), tmp_path / "wide/model.safetensors")
     stored = load_file(tmp_path / "quantised/model.safetensors")
     experts = [key for key in stored if ".experts." in key and key.endswith(("scale_inv", "qweight"))]
-    assert (len(experts) > 9) == (family in ("qwen3-moe", "mixtral", "afmoe", "laguna"))
+    assert (len(experts) > 9) == (family in ("qwen3-moe", "mixtral", "afmoe", "laguna", "mimo-v2"))
     found, expected, plain = (logits(tmp_path / part) for part in ("quantised", "wide", "plain"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert (found - plain).norm() > 0.01 * plain.norm()

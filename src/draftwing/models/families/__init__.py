@@ -22,11 +22,13 @@ from draftwing.models.families import (
     dots,
     ernie,
     exaone,
+    falcon,
     falcon_h1,
     gemma3,
     gemma3n,
     gemma4,
     glm,
+    gpt2,
     gpt_oss,
     granite,
     granite_hybrid,
@@ -67,7 +69,7 @@ _MODULES = (
     llama, llama4, qwen, qwen_hybrid, qwen4, mimo, gpt_oss, gemma3, gemma3n, gemma4, glm, deepseek, minimax, lfm2,
     smollm3, phi, olmo, exaone, ernie, seed_oss, granite, granite_hybrid, nemotron_h, falcon_h1, dots, cohere, hunyuan,
     apertus, arcee, bailing, stablelm, starcoder, neox, nemotron, solar, minicpm, kimi_linear, internlm, bamba, deci,
-    bailing_hybrid, lfm3, afmoe, jamba, bert, laguna, chatglm, nanochat,
+    bailing_hybrid, lfm3, afmoe, jamba, bert, laguna, chatglm, nanochat, falcon, gpt2,
 )  # fmt: skip
 # By architecture, as `architectures` of a config.json has it. Installed packages add theirs.
 FAMILIES: dict[str, Family] = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}
