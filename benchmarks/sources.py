@@ -28,6 +28,7 @@ from torch import Tensor
 from draftwing import LLM
 from draftwing.config.drafters import find_drafter
 from draftwing.config.trees import TREE
+from draftwing.llm import Completion
 
 SURE = 1e6  # added to a logit that is to be the largest; nothing is banned, or drafters would know
 
@@ -100,7 +101,7 @@ def run(
     options = {"logit_processor": "sources:say", **options}
     if find_drafter(drafter).matched:
         options = {name: value for name, value in options.items() if name not in TREE[:2]}
-    found = []
+    found: list[list[Counted]] = []
     with LLM(model, speculative_algorithm=drafter, speculative_fixed_shape=True, **options) as llm:
         tokenizer = llm.engine.tokenizer
         for one in kinds:
@@ -114,9 +115,13 @@ def run(
                         own = saying(params, given, len(ids))
                     (answer,) = llm.generate([ids], own)
                     assert text is None or answer.token_ids == given, "another answer than the given one"
-                    meta = answer.meta_info
-                    found[-1].append(Counted(answer.token_ids, meta["spec_verify_ct"], meta["spec_num_correct_drafts"]))
+                    found[-1].append(counted(answer))
     return found
+
+
+def counted(answer: Completion) -> Counted:
+    meta = answer.meta_info
+    return Counted(answer.token_ids, meta["spec_verify_ct"], meta["spec_num_correct_drafts"])
 
 
 def length(answers: Sequence[Counted]) -> float:
