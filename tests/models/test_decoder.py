@@ -671,6 +671,22 @@ def test_token_by_token_equals_transformers(pair: tuple[Any, DecoderModel]) -> N
     model.set_max_positions(256)
 
 
+@pytest.mark.parametrize("length", [63, 64, 65])
+@torch.inference_mode()
+def test_factors_of_longrope_at_the_original_length(tmp_path: Path, length: int) -> None:
+    """transformers chooses them by the text, which here is as long as the context."""
+    reference, ids = random_reference("phi3-longrope"), tokens(length)
+    reference.save_pretrained(tmp_path)
+    model = load_model(tmp_path, torch.float32, "cpu")
+    found = []
+    for context in (length, 64, 65):
+        model.set_max_positions(256, context=context)
+        found.append(model.logits(model(ids, torch.arange(length), DenseCache())[0]))
+    at_length, short, long = found
+    torch.testing.assert_close(at_length, reference(ids[None]).logits[0], atol=1e-4, rtol=1e-4)
+    assert torch.equal(at_length, long if length > 64 else short) and (short - long).abs().max() > 0.01
+
+
 @pytest.mark.slow
 @of_different
 def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
