@@ -34,7 +34,8 @@ def command(stage: str, out: Path, target: str, words: Sequence[str]) -> subproc
     out.mkdir(parents=True, exist_ok=True)
     with (out / f"{stage}.log").open("ab") as log:
         line = [sys.executable, "-m", "draftwing", "train", stage, "--out", str(out), "--model", target, *words]
-        return subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT)
+        # A pool that leaves room for the others.
+        return subprocess.Popen([*line, "--max-total-tokens", "40000"], stdout=log, stderr=subprocess.STDOUT)
 
 
 def finished(name: str, *started: subprocess.Popen[bytes]) -> None:
