@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from image_models import with_prediction_layer, write_model
 from reference.checkpoints import Checkpoint
 from reference.exact_heads import exact_dflash2, exact_domino, exact_dspark
 from safetensors.torch import load_file, save_file
@@ -249,3 +250,19 @@ def engine_options(**changes: Any) -> Options:
     return Options.from_kwargs(
         **{"model": "smollm2", "device": "cpu", "speculative_algorithm": "EAGLE3", **SHAPE, **SIZES, **changes}
     )
+
+
+@pytest.mark.slow
+def test_a_target_on_two_ranks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whose embedding each has a part."""
+    monkeypatch.setattr("draftwing.engine.head_fit.STEPS", 8)
+    model = write_model(tmp_path / "model", "qwen3.5")
+    with_prediction_layer(model, "qwen3.5")
+    options = {"speculative_algorithm": "NEXTN", "speculative_fixed_shape": True, "disable_images": True}
+    with LLM(
+        str(model), tp_size=2, device="cpu", dtype="float32", num_threads=1, max_total_tokens=2048, **options
+    ) as llm, caplog.at_level(logging.WARNING):  # fmt: skip
+        llm.generate([[1, 2, 3], [4, 5]], {"max_new_tokens": 16, "temperature": 0.0, "ignore_eos": True})
+    assert said(caplog)

@@ -7,11 +7,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from draftwing.config.options import Options
 from draftwing.engine.executor import Executor
@@ -105,7 +107,8 @@ def watch_head(
         finding = Finding(0.0)
         if len(text) >= LEAST and can_probe(head, target):
             finding = probe(head, target, ops, text)
-        return likely_cause(finding, suspicions(head, folder, target, options.model))
+        embeddings = partial(executor.run_on_all_ranks, _embeddings)
+        return likely_cause(finding, suspicions(head, folder, target, options.model, embeddings))
 
     name = f"the {spec.name} head in {folder}"
     return HeadFit(name, expected(folder, head), lambda: counts(spec.name), texts, cause)
@@ -136,15 +139,25 @@ def likely_cause(finding: Finding, suspicions: Sequence[str]) -> str:
     return "it was probably trained for another model, or for other weights of this one"
 
 
-def suspicions(head: FeatureHead, folder: Path, target: DecoderModel, name: str) -> list[str]:
-    """Returns what its files say that speaks for a cause, the surest first."""
+@torch.inference_mode()
+def _embeddings(executor: Executor) -> Tensor:
+    """Returns the embeddings of all tokens, [vocab, hidden] float32, of which each rank may have some."""
+    model = executor.model
+    return model.embed(torch.arange(model.config.vocab_size, device=model.norm.weight.device)).float().cpu()
+
+
+def suspicions(
+    head: FeatureHead, folder: Path, target: DecoderModel, name: str, embeddings: Callable[[], Tensor]
+) -> list[str]:  # fmt: skip
+    """Returns what its files say that speaks for a cause, the surest first. embeddings: gives the target's."""
     norms = [part.weight for part in head.modules() if isinstance(part, RMSNorm)]
     found = []
     if norms and all(bool((weight == 1).all()) for weight in norms):
         found.append("its weights look untrained: all of its norms are 1")
     if folder.is_dir():
         try:
-            found += [one for one in (_other_tokenizer(folder, target), _other_embedding(folder, target)) if one]
+            causes = _other_tokenizer(folder, target), _other_embedding(folder, target, embeddings)
+            found += [one for one in causes if one]
         except (OSError, ValueError, KeyError, DraftwingError):
             log.debug("the files of %s say nothing", folder, exc_info=True)
         base = _base(folder)
@@ -162,7 +175,7 @@ def _other_tokenizer(folder: Path, target: DecoderModel) -> str:
     return f"it is for another tokenizer, which ends texts by {min(ids)} (eos_token_id of its config)"
 
 
-def _other_embedding(folder: Path, target: DecoderModel) -> str:
+def _other_embedding(folder: Path, target: DecoderModel, embeddings: Callable[[], Tensor]) -> str:
     """Many heads carry a frozen copy of their target's embedding; some carry random values, which say nothing."""
     for name, tensor in folder_tensors(folder):
         if not name.endswith("embed_tokens.weight") or tensor.shape != (
@@ -171,7 +184,7 @@ def _other_embedding(folder: Path, target: DecoderModel) -> str:
             continue
         ids = torch.linspace(0, len(tensor) - 1, _ROWS).long()
         theirs = tensor[ids].float()
-        everything = target.embed(torch.arange(len(tensor), device=target.norm.weight.device)).float().cpu()
+        everything = embeddings()
         near = F.cosine_similarity(theirs, everything[ids]).mean().item()
         if near > 0.98:
             return ""
