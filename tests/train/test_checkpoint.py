@@ -193,6 +193,20 @@ def test_windows_and_causal_layers_of_a_block_head_that_is_trained_on(changes, t
     assert any(head.config_of_block.windows) or all(head.config_of_block.causal)
 
 
+@pytest.mark.parametrize(("longest", "seen"), [(20, 20), (0, 0), (10**6, 0)])
+def test_a_block_head_is_served_with_the_positions_that_it_learnt(longest, seen, tmp_path):
+    """And trained on without a window."""
+    target = target_of("llama", tmp_path)
+    head = new_block_head(target, BlockConfig((2, 4), 4, 60, False, (), ()), layers=2, ffn_size=FFN, longest=longest)
+    folder = save_head(head, tmp_path / "head")
+    assert head.config_of_block.windows == (0, 0)
+    served = load_draft_head(folder, target, "DFLASH", torch.float32, "cpu")
+    assert served.config_of_block.windows == (seen, seen)
+    again = load_head(folder, target, "DFLASH", longest=30)
+    assert again.config_of_block.windows == (0, 0)
+    assert again.config.max_positions == (max(longest, 30) if seen else target.config.max_positions)
+
+
 def test_weights_are_split_into_files_of_a_given_size(tmp_path):
     head = new_eagle3_head(target_of("llama", tmp_path), KEPT)
     one, many = save_head(head, tmp_path / "one"), save_head(head, tmp_path / "many", max_file_bytes=8000)
