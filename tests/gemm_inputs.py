@@ -112,18 +112,18 @@ def exact(kind: str, x: Tensor, matrix: Tensor, bias: Tensor | None, extra: Tens
 
 
 def off_by(kind: str) -> float:
-    """Returns what a result may be off by, of itself. Results are rounded once, gates three times, and silu makes more of
+    """Returns what a result may be off by, of itself. Results are rounded once, gates three times, and silu magnifies
     what a number far below 0 is off by."""
     return 2**-5 if kind == "silu" else 2**-7
 
 
 def check_gates(found: Tensor, products: Tensor) -> None:
     """Asserts that gates are what an operation of its own makes of products as they are stored: silu of the first half,
-    rounded, times the second one."""
-    gate, up = products.double().chunk(2, 1)
-    expected = (torch.nn.functional.silu(gate).to(found.dtype).double() * up).to(found.dtype)
-    assert (found != expected).double().mean() < 1e-2  # float32 and float64 round alike but for a few
-    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-30)
+    in float32 and rounded, times the second one."""
+    gate, up = products.float().chunk(2, 1)
+    silu = gate / ((-gate).double().exp().float() + 1)
+    expected = (silu.to(found.dtype).double() * up).to(found.dtype)
+    assert (found != expected).sum() <= 1  # which the exponential of a library may round
 
 
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from timing import read_rate
 
+from draftwing.engine.graphs import Key
 from draftwing.ops.experts.routing import Routing
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -98,11 +99,11 @@ def build(
 
 
 def stages(graphs: Any, sizes: list[int]) -> list[tuple[Any, str, Any]]:
-    """(key, stage, replay), greedy, without filters and edits."""
+    """(key, stage, replay), greedy, without filters, edits and adapters."""
     found = []
     for (stage, key), (replay, _) in graphs._graphs.items():
         key, *kinds = key if stage == "commit" else (key,)
-        if key.size in sizes and not any(kinds):
+        if isinstance(key, Key) and key.size in sizes and not any(kinds):
             found.append((key, stage, replay))
     return found
 

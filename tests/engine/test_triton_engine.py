@@ -20,6 +20,8 @@ from draftwing.core import NO_DEFERRAL, DraftDeferral
 from draftwing.engine import prefill_graphs
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.layers.config import ExpertConfig, NoMixer
+from draftwing.models.adapters.adapter import AdapterSlots
+from draftwing.models.decoder import WIDE
 from draftwing.models.heads.base import DraftLM
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.loader import load_model
@@ -191,6 +193,33 @@ def operations_of(config, harness, interpreted, monkeypatch):
                 hidden.append(model(torch.tensor([3]), torch.arange(1), attend)[0])
     torch.testing.assert_close(hidden[1], hidden[0], atol=1e-4, rtol=1e-4)
     return found
+
+
+@pytest.mark.parametrize("experts", [None, ExpertConfig(6, Routing(2), 32, shared=64), ExpertConfig(6, Routing(2), 32)])
+def test_a_forward_without_adapted_rows_runs_what_one_without_adapters_does(harness, interpreted, monkeypatch, experts):
+    """Nothing is made in parts for the sake of rows that might be adapted."""
+    found, launch, hidden = [], GridExecutor.__call__, []
+    config = harness.tiny_model(experts=experts).config
+    models = [harness.model_of(config) for _ in range(2)]
+
+    def launched(executor, *args, **kw):
+        found.append(executor.fn.__name__)
+        return launch(executor, *args, **kw)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launched)
+    ran = []
+    for model in models:
+        model.pack(interpreted.ops)
+        model.set_max_positions(32)
+        if model is models[1]:
+            AdapterSlots(model, 2, 4, wide=WIDE)
+        found.clear()
+        attend = FunctionAttend(lambda _, q, k, v: q.flatten(1))
+        with torch.inference_mode(), Operations(found):
+            hidden.append(model(torch.tensor([3, 5]), torch.arange(2), attend)[0])
+        ran.append(list(found))
+    assert ran[0] == ran[1] and len(ran[0]) > 10
+    assert torch.equal(hidden[0], hidden[1])
 
 
 def test_layers_of_one_part_each_run_on_kernels(harness, interpreted, monkeypatch):
