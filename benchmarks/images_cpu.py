@@ -10,6 +10,9 @@ of llama.cpp, what its log says. A picture `none` is text alone. A figure is the
 median of the rounds' ratios; each round is printed and kept as soon as it ends. `llama_cpp_build.py` says what a build
 of llama.cpp needs; `--contenders draftwing` leaves it out.
 
+`--gaps` measures ours alone, and something else: how long somebody who is being answered waits for a token at most
+while a picture is read for another one, beside how long a token takes without.
+
 What a tower takes grows with the square of the pixels: on two cores a round of both takes some 15 s with 640x480 at
 0.8B, but four minutes with 2304x1728. `--rounds 1` is enough for these, and `--files FOLDER` keeps the files.
 """
@@ -19,13 +22,15 @@ from __future__ import annotations
 import argparse
 import base64
 import io
+import itertools
 import json
 import os
 import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -200,6 +205,31 @@ def measure(args: argparse.Namespace, file: Path, projector: Path) -> None:
                 print(f"{args.size} {size} {name}:", in_words(figures), flush=True)
 
 
+def gaps(args: argparse.Namespace, file: Path, projector: Path) -> None:
+    """Prints the usual and the longest seconds between tokens of one request while pictures of others are read."""
+    (ours,) = contenders(argparse.Namespace(**{**vars(args), "contenders": [OURS]}), file, projector)
+    with Server(ours, Path(tempfile.mkdtemp(prefix="logs-")) / "log") as server:
+        small = picture(256, 256, 0)
+        server.ready(lambda: ask_ours(server, small, 2))
+        for size in args.pictures:
+            body = {"text": TEXT[0], "stream": True}
+            body["sampling_params"] = {"max_new_tokens": args.context - 256, "temperature": 0, "ignore_eos": True}
+            with answer_of(server.url, "/generate", body) as response, ThreadPoolExecutor(1) as pool:
+                times = [time.perf_counter() for _ in itertools.islice(_events(response), args.tokens)]
+                shown = picture(*map(int, size.split("x")), 1)
+                asked = pool.submit(ask_ours, server, shown, 1)
+                while not asked.done():
+                    next(_events(response))
+                    times.append(time.perf_counter())
+                alone, beside = np.diff(times[: args.tokens]), np.diff(times[args.tokens :])
+                found = {"alone": np.median(alone), "usual": np.median(beside), "longest": beside.max()}
+                print(f"{args.size} {size} gaps:", in_words(found | {"first": asked.result().first}), flush=True)
+
+
+def _events(response: Iterable[bytes]) -> Iterator[bytes]:
+    return (line for line in response if line.startswith(b"data: {"))
+
+
 def in_words(figures: dict[str, float]) -> str:
     return ", ".join(f"{field} {value:.3g}" for field, value in figures.items())
 
@@ -242,6 +272,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--isa", choices=ISAS, default="native")
     parser.add_argument("--cache", type=Path, default=CACHE, help="of builds of llama.cpp")
+    parser.add_argument("--gaps", action="store_true", help="those of others while pictures are read")
     parser.add_argument("--files", type=Path, help="a folder that keeps the files")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -252,7 +283,7 @@ def main() -> None:
             write_random(file, SIZES[args.size], MIXTURES[args.quantised], 32768)
         if not projector.exists():
             write_projector(projector, TOWERS[args.size], SIZES[args.size].hidden)
-        measure(args, file, projector)
+        (gaps if args.gaps else measure)(args, file, projector)
 
 
 if __name__ == "__main__":

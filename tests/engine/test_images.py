@@ -243,15 +243,15 @@ def test_preemption(case: Any) -> None:
 
 
 def watched(rig: Rig) -> list[str]:
-    """Notes what happens in turn: "piece" and each "layer" of the tower, "step" of those who decode, "chunk" of
+    """Notes what happens in turn: "piece" and each "part" of the tower's work, "step" of those who decode, "chunk" of
     prompts, "mixed" of both."""
     tower, executor, events = rig.executor._images._tower, rig.executor, list[str]()  # type: ignore[union-attr]
-    launch, run_piece, layers = executor.launch, type(executor).run_tower_piece, tower.layers
+    launch, run_piece, parts = executor.launch, type(executor).run_tower_piece, tower.parts
 
     def counted(*args: Any) -> Any:
-        for rows in layers(*args):
-            events.append("layer")
-            yield rows
+        for made in parts(*args):
+            events.append("part")
+            yield made
 
     def launched(plan: Any, *guidance: Any) -> Any:
         events.append("mixed" if plan.mixed_prefill else "chunk" if plan.chunks else "step")
@@ -262,7 +262,7 @@ def watched(rig: Rig) -> list[str]:
             events.append("piece")
         return function(executor, *args)
 
-    rig.executor._images._tower = SimpleNamespace(config=tower.config, layers=counted)  # type: ignore[union-attr, assignment]
+    rig.executor._images._tower = SimpleNamespace(config=tower.config, parts=counted)  # type: ignore[union-attr, assignment]
     executor.launch, executor.run_on_all_ranks = launched, run  # type: ignore[method-assign]
     return events
 
@@ -270,7 +270,7 @@ def watched(rig: Rig) -> list[str]:
 def gaps_of(events: list[str]) -> set[str]:
     """What stands between two steps. Beside a part of a prompt, or right before, is nothing else."""
     text = " ".join(events)
-    assert "layer mixed" not in text
+    assert "part mixed" not in text
     return {gap.strip() for gap in text.replace("mixed", "step").split("step")[1:-1]}
 
 
@@ -300,9 +300,31 @@ def test_the_tower_runs_in_pieces_between_steps(case: Any, lag: int, mixed: bool
     assert found.tokens == expected
     features = rig.executor._images
     assert features is not None and features.runs == len({image.digest for image in images})
-    assert events.count("layer") == events.count("piece") == features.runs * (features._tower.config.depth + 1)
+    assert events.count("part") == events.count("piece") == features.runs * (features._tower.config.depth + 1)
     beside = mixed and not images[0].mutual  # whole images are longer than what has room beside a step
-    assert gaps_of(events) == {"", "piece layer"} | (set() if beside else {"chunk"})
+    assert gaps_of(events) == {"", "piece part"} | (set() if beside else {"chunk"})
+
+
+@pytest.mark.further(folder=WITHOUT_STATES)
+def test_layers_are_read_in_parts(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the patches of a large picture, so that nobody who decodes waits for a whole layer."""
+    _, model, prompts, _, expected = case
+    monkeypatch.setattr(model.tower.module, "at_once", 40)
+    (ids, images), (text, _) = prompts[2], prompts[1]
+    rig = Rig(model, rows=3, chunk=1)
+    events = watched(rig)
+
+    def join(turn: int) -> None:
+        if turn == 3:
+            events.clear()
+            rig.submit("2", ids, greedy(TOKENS), images=images)
+
+    rig.submit("1", text, greedy(110))
+    found = rig.run(between=join).tokens
+    assert (found["1"][:TOKENS], found["2"]) == (expected.tokens["1"], expected.tokens["2"])
+    features = rig.executor._images
+    assert features is not None and events.count("piece") > features.runs * 3 * features._tower.config.depth // 2
+    assert {gap.replace(" part", "") for gap in gaps_of(events)} == {"", "piece", "chunk"}
 
 
 @pytest.mark.further(folder=WITHOUT_STATES)
@@ -345,8 +367,8 @@ def test_pieces_and_prompts_of_others_take_turns(case: Any) -> None:
 
     found = rig.run(between=join).tokens
     assert {uid: found[uid] for uid in expected} == expected
-    assert gaps_of(events) == {"", "piece layer", "chunk"}
-    assert "piece layer step chunk step piece" in " ".join(events)
+    assert gaps_of(events) == {"", "piece part", "chunk"}
+    assert "piece part step chunk step piece" in " ".join(events)
 
 
 @pytest.mark.further(folder=OTHERS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +48,7 @@ class ImageFeatures:
         a prompt's.  budget: bytes of features that are kept when no prompt in work needs them."""
         self._tower, self._device, self._products, self._budget = tower, device, products, budget
         self._heads = heads
-        self._begun: tuple[tuple[int, bytes], Iterator[Tensor | None]] | None = None  # an image that is not read yet
+        self._begun: tuple[tuple[int, bytes], Iterator[int | Tensor]] | None = None  # an image that is not read yet
         self.shift = torch.zeros(rows, dtype=torch.int64, device=device.device) if in_axes else None
         self.runs = self.held = 0
         self._shifted: set[int] = set()  # rows with a shift
@@ -164,17 +163,18 @@ class ImageFeatures:
         """Returns all rows of an image."""
         found = self._known.get((salt, image.digest))
         if found is None:
-            *_, found = self._layers(image, salt)
-            assert found is not None
+            *_, made = self._parts(image, salt)
+            assert isinstance(made, Tensor)
+            found = made
             self._keep(image, salt, found)
         self._known.move_to_end((salt, image.digest))
         return found
 
-    def _layers(self, image: RequestImage, salt: int) -> Iterator[Tensor | None]:
+    def _parts(self, image: RequestImage, salt: int) -> Iterator[int | Tensor]:
         """Returns what is left of the tower's work on an image. One at a time is begun."""
         if self._begun is None or self._begun[0] != (salt, image.digest):
             pixels = self._device.upload_array(image.pixels)
-            self._begun = (salt, image.digest), self._tower.layers(pixels, image.tokens)
+            self._begun = (salt, image.digest), self._tower.parts(pixels, image.tokens)
         return self._begun[1]
 
     def _keep(self, image: RequestImage, salt: int, rows: Tensor) -> None:
@@ -191,21 +191,22 @@ class ImageFeatures:
         for which it takes longer than the language model for so many tokens; None: there is none."""
         most = tokens * self._products // self._tower.config.depth
         for image in images:
-            if image.end > start and self._layer(image) > most and (salt, image.digest) not in self._known:
+            layer = self._tower.config.products(*image.pixels.shape[:2])
+            if image.end > start and layer > most and (salt, image.digest) not in self._known:
                 return image
         return None
 
-    def _layer(self, image: RequestImage) -> int:
-        """Returns about how many products a layer of the tower takes."""
-        return self._tower.config.products(*image.pixels.shape[:2])
-
     def run_piece(self, piece: TowerPiece) -> None:
-        """Has the tower go on with an image for about as long as the language model takes for some tokens, by a layer
-        at least."""
-        layers = max(piece.tokens * self._products // self._layer(piece.image), 1)
-        for rows in islice(self._layers(piece.image, piece.salt), layers):
-            if rows is not None:
-                self._keep(piece.image, piece.salt, rows)
+        """Has the tower go on with an image for about as long as the language model takes for some tokens, by a part
+        of a layer at least."""
+        left = piece.tokens * self._products
+        for made in self._parts(piece.image, piece.salt):
+            if isinstance(made, Tensor):
+                self._keep(piece.image, piece.salt, made)
+                return
+            left -= made
+            if left < made:  # for another one
+                return
 
     def clear(self) -> None:
         """Forgets all features."""

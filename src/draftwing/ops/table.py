@@ -77,6 +77,10 @@ class LayerOps(NormOps, ElementwiseOps, RopeOps, RowOps, LogitOps, GemmOps, Expe
         Callable[[Gemm | None, Tensor | None, tuple[Tensor, float] | None, Tensor | None], HeadTopK | None] | None
     ) = None
 
+    # Patches of an image for which a tower does its work at once, with fewer of which torch's attention on a CPU takes
+    # half as long again. 0: all of them, where none takes long.
+    patches_at_once = 768
+
     def __init__(self, runtime: Runtime, *parts: object) -> None:
         """parts: one of each kind of operations. What its kind names is filled in."""
         self.device = runtime.device

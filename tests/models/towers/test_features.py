@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,31 @@ def test_features_do_not_depend_on_what_was_seen_before(folder: Path, tower: Tow
     alone = tower.features(pixels[0], first.tokens)
     tower.features(pixels[1], second.tokens)
     assert torch.equal(tower.features(pixels[0], first.tokens), alone)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("size", [(300, 200), (16, 100)])
+@pytest.mark.covering
+def test_parts_of_layers_have_the_bits_of_the_whole(kind: str, folder: Path, size: tuple[int, int]) -> None:
+    """Each takes no more than its patches' share of what a layer does."""
+    config, ops = load_config(folder).tower, make_ops(CPU)
+    assert config is not None
+    if not ops.block_kinds:
+        pytest.skip("torch has no such promise")
+    form = BlockFormat("Q8_0", ops)
+    tower = load_tower(config, stored_tensors(folder, config), torch.float32, CPU, form, ops)
+    (image, *_) = shown(folder, tower, size)
+    pixels, layer = torch.from_numpy(image.pixels.copy()), config.products(*image.pixels.shape[:2])
+    patches, found = math.prod(image.pixels.shape[:2]) // config.patch**2, []
+    for rows in (0, 8, 32, 60, patches // 2, patches):
+        tower.module.at_once = rows
+        *parts, features = tower.parts(pixels, image.tokens)
+        of_layers = [part for part in parts if isinstance(part, int)]
+        assert len(of_layers) == len(parts) >= config.depth * (3 * -(-patches // (rows or patches)) - 2)
+        assert sum(of_layers) > 0.6 * config.depth * layer and (rows or max(of_layers) == layer)
+        assert max(of_layers) <= layer * max((rows or patches) / patches, 0.3)
+        found.append(features)
+    assert all(torch.equal(found[0], each) for each in found[1:])
 
 
 @torch.inference_mode()

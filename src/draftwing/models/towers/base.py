@@ -7,9 +7,9 @@ each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,10 @@ from draftwing.ops.table import PLAIN, LayerOps
 
 if TYPE_CHECKING:
     from draftwing.text.tokenizer import Tokenizer
+
+_HEADS = 4  # whose attention is a part, where an image has several
+Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
+Turn = Any  # what a tower's layers turn queries and keys with
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,12 @@ class TowerConfig:
     def products(self, height: int, width: int) -> int:
         """Returns about how many products one of its layers takes of an image of so many pixels."""
         patches = height * width // self.patch**2
-        return patches * self.hidden * (4 * self.hidden + 2 * self.ffn + 2 * patches)
+        return patches * sum(self.products_of_patch(patches))
+
+    def products_of_patch(self, patches: int) -> tuple[int, int, int]:
+        """Returns about how many products one of its layers takes for a patch of so many: for queries, keys and values,
+        for attention, and for the rest."""
+        return 3 * self.hidden**2, 2 * self.hidden * patches, self.hidden * (self.hidden + 2 * self.ffn)
 
     def prepared(self, files: Fields) -> TowerConfig:
         """Returns the config with what a folder says of how pictures are prepared (`preprocessor_config.json`). Raises
@@ -76,24 +85,81 @@ class TowerConfig:
         return stored
 
 
+class TowerLayer(nn.Module):
+    """A layer of a tower, in two halves, between which patches see each other."""
+
+    scale: float | None = None  # of attention; None: one over the root of the heads' size
+
+    def heads(self, x: Tensor, turn: Turn, at: slice) -> Heads:
+        """x [n, hidden] -> queries, keys and values [n, heads, size]. at: which of an image's patches these are.
+        turn: turns queries and keys."""
+        raise NotImplementedError
+
+    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        """x [n, hidden], attended [n, heads * size] -> [n, hidden]"""
+        raise NotImplementedError
+
+
 class TowerModule(nn.Module):
     """pixels [height, width, 3] float32, 0 .. 1 -> [tokens, (1 + deep) * width]"""
 
-    def layers(self, pixels: Tensor) -> Iterator[Tensor | None]:
-        """Yields None behind each layer, and the rows at last. Something else may be done meanwhile."""
+    def parts(self, pixels: Tensor) -> Iterator[int | Tensor]:
+        """Yields behind each part of the work about how many products it took, and the rows at last. Something else
+        may be done meanwhile; the bits are always the same."""
         raise NotImplementedError
 
     def forward(self, pixels: Tensor) -> Tensor:
-        *_, rows = self.layers(pixels)
-        assert rows is not None
+        *_, rows = self.parts(pixels)
+        assert isinstance(rows, Tensor)
         return rows
+
+    def through(self, layer: TowerLayer, x: Tensor, turn: Turn) -> Generator[int, None, Tensor]:
+        """Returns a layer's output of an image [N, hidden], by some of its patches at a time."""
+        first, attention, rest = self.config.products_of_patch(len(x))
+        blocks, made, out = self._blocks(len(x), self.at_once), list[Heads](), list[Tensor]()
+        for block in blocks:
+            made.append(layer.heads(x[block], turn, block))
+            if len(made) < len(blocks):
+                yield first * len(made[-1][0])
+        keys, values = (joined([each[i] for each in made]) for i in (1, 2))
+        for block, (queries, *_) in zip(blocks, made, strict=True):
+            count, attended = len(queries), list[Tensor]()
+            groups = self._blocks(queries.shape[1], _HEADS if len(blocks) > 1 else 0)
+            for some in groups:
+                attended.append(attend(queries[:, some], keys[:, some], values[:, some], layer.scale))
+                if len(blocks) > 1:
+                    yield attention * count // len(groups)
+            out.append(layer.rest(x[block], joined(attended, 1)))
+            yield rest * count if len(blocks) > 1 else (first + attention + rest) * count
+        return joined(out)
+
+    def by_rows(
+        self, function: Callable[[Tensor], Tensor], x: Tensor, products: int, patches: int = 1
+    ) -> Generator[int, None, Tensor]:  # fmt: skip
+        """Returns a function of x [N, ...] whose rows do not depend on each other, by some at a time. products: of a
+        row.  patches: of a row."""
+        out = list[Tensor]()
+        for block in self._blocks(len(x), self.at_once // patches):
+            if out:
+                yield products * len(out[-1])
+            out.append(function(x[block]))
+        return joined(out)
+
+    @staticmethod
+    def _blocks(count: int, size: int) -> list[slice]:
+        """Returns the parts of so many rows, which do not depend on how long anybody may wait, as bits might. size: of
+        one, 0: all."""
+        size = size or count
+        return [slice(at, min(at + size, count)) for at in range(0, count, size)]
 
     def linear(self, into: int, out: int, bias: bool = True) -> Linear:
         """Returns a matrix in the tower's format. To be called in constructors, which set `place` first."""
         return Linear(into, out, bias, *self.place)
 
+    config: Any  # of its own kind
     place: tuple[torch.dtype, torch.device, WeightFormat]
     ops: LayerOps = PLAIN  # what it was packed with
+    at_once: int = 0  # rows of a part; 0: all
 
     def warm(self) -> None:
         """Runs once what a GPU compiles at its first call, so that no client waits for it. To be called when packed."""
@@ -112,7 +178,7 @@ class TowerModule(nn.Module):
 
     def pack(self, ops: LayerOps) -> None:
         """Prepares all matrices for inference."""
-        self.ops = ops
+        self.ops, self.at_once = ops, ops.patches_at_once
         for name, part in self.named_modules():
             if isinstance(part, Linear):
                 part.pack(ops, PackMode(name=f"tower.{name}"))
@@ -124,40 +190,34 @@ class Tower:
     def __init__(self, config: TowerConfig, module: TowerModule, dtype: torch.dtype) -> None:
         self.config, self.module, self._dtype = config, module, dtype
 
-    def layers(self, pixels: Tensor, tokens: int) -> Iterator[Tensor | None]:
-        """Yields None behind each layer, and the rows of an image at last, [tokens, row_size], in the model's
-        dtype. pixels: [height, width, 3] uint8."""
-        for rows in self.module.layers(pixels.float() / 255):
-            assert rows is None or rows.shape == (tokens, self.config.row_size)
-            yield None if rows is None else rows.to(self._dtype)
+    def parts(self, pixels: Tensor, tokens: int) -> Iterator[int | Tensor]:
+        """Yields what `TowerModule.parts` does, of an image with so many tokens: at last [tokens, row_size], in the
+        model's dtype. pixels: [height, width, 3] uint8."""
+        for made in self.module.parts(pixels.float() / 255):
+            if isinstance(made, int):
+                yield made
+                continue
+            assert made.shape == (tokens, self.config.row_size)
+            yield made.to(self._dtype)
 
     def features(self, pixels: Tensor, tokens: int) -> Tensor:
-        """Returns the rows that `layers` yields."""
-        *_, rows = self.layers(pixels, tokens)
-        assert rows is not None
+        """Returns the rows that `parts` yields."""
+        *_, rows = self.parts(pixels, tokens)
+        assert isinstance(rows, Tensor)
         return rows
 
 
-class Attention(NamedTuple):
-    """Full attention within an image. turn: turns queries and keys [N, heads, size]."""
-
-    heads: int
-    turn: Callable[[Tensor], Tensor] | None = None
-    scale: float | None = None  # None: one over the root of the heads' size
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v [N, heads * size] -> [N, heads * size]"""
-        q, k, v = (x.unflatten(1, (self.heads, -1)) for x in (q, k, v))
-        if self.turn is not None:
-            q, k = self.turn(q), self.turn(k)
-        return attend(q, k, v, self.scale)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Full attention within an image. q, k, v [N, heads, size] -> [N, heads * size]. scale: as of `Attention`."""
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, N, size]
+    """Full attention within an image. q [n, heads, size], k, v [N, heads, size] -> [n, heads * size]. scale: None: one
+    over the root of the heads' size."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, n or N, size]
     out = F.scaled_dot_product_attention(q, k, v, scale=scale)
     return out[0].transpose(0, 1).flatten(1)
+
+
+def joined(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Returns all parts, one behind the other, without a copy where there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
 
 
 def normed(size: int, eps: float, dtype: torch.dtype, device: torch.device) -> nn.LayerNorm:

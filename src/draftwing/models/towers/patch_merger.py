@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,12 @@ from draftwing.errors import CheckpointError
 from draftwing.images.processing import ImageProcessor, PatchProcessor
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.models.fields import Fields
-from draftwing.models.towers.base import TowerConfig, TowerModule, attend, normed
+from draftwing.models.towers.base import Heads, TowerConfig, TowerLayer, TowerModule, normed
 from draftwing.text.tokenizer import Tokenizer
 
 _BICUBIC = 3
 
-Turn = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+Turn = Callable[[Tensor, slice], Heads]
 
 
 @dataclass(frozen=True)
@@ -93,22 +93,29 @@ class PatchMergerTower(TowerModule):
         self.merger = _Merger(self, after=False)
         self.deepstack_merger_list = nn.ModuleList(_Merger(self, after=True) for _ in config.taps)
 
-    def layers(self, pixels: Tensor) -> Iterator[Tensor | None]:
+    def parts(self, pixels: Tensor) -> Iterator[int | Tensor]:
         config = self.config
         pixels = (pixels - self.mean) / self.std
         rows, columns = (side // config.patch for side in pixels.shape[:2])
         patches = pixels.unflatten(0, (rows, -1)).unflatten(2, (columns, -1))  # [rows, patch, columns, patch, 3]
         patches = self._in_blocks(patches.permute(0, 2, 4, 1, 3).flatten(2))  # [N, 3 * patch * patch]
         dtype = self.pos_embed.weight.dtype
-        x = self.patch_embed(patches.to(dtype)) + self._positions(rows, columns).to(dtype)
+        x = yield from self.by_rows(self.patch_embed, patches.to(dtype), config.hidden * patches.shape[1])
+        x = x + self._positions(rows, columns).to(dtype)
         cos, sin = self._turn(rows, columns)
-        turn, deep = partial(self.ops.turn_heads, heads=config.heads, cos=cos, sin=sin), {}
+
+        def turn(qkv: Tensor, at: slice) -> Heads:
+            return self.ops.turn_heads(qkv, config.heads, cos[at], sin[at])
+
+        size = config.hidden * config.merge**2  # of what is merged
+        merging, deep = size * (size + config.width), {}
         for i, block in enumerate(self.blocks):
-            x = block(x, turn)
+            x = yield from self.through(cast(_Block, block), x, turn)
             if i in config.taps:
-                deep[i] = self.deepstack_merger_list[config.taps.index(i)](x)
-            yield None
-        yield torch.cat([self.merger(x), *(deep[i] for i in config.taps)], 1)
+                merger = self.deepstack_merger_list[config.taps.index(i)]
+                deep[i] = yield from self.by_rows(merger, x.view(-1, size), merging, config.merge**2)
+        merged = yield from self.by_rows(self.merger, x.view(-1, size), merging, config.merge**2)
+        yield torch.cat([merged, *(deep[i] for i in config.taps)], 1)
 
     def warm(self) -> None:
         side = self.config.patch * self.config.merge
@@ -126,9 +133,8 @@ class PatchMergerTower(TowerModule):
         (low, high, part), (left, right, across) = (_between(n, side, table.device) for n in (rows, columns))
         part, across = part[:, None, None], across[None, :, None]
         at = table.unflatten(0, (side, side))
-        above = at[low][:, left] * (1 - across) + at[low][:, right] * across
-        below = at[high][:, left] * (1 - across) + at[high][:, right] * across
-        return self._in_blocks(above * (1 - part) + below * part)
+        wide = at[:, left] * (1 - across) + at[:, right] * across  # [side, columns, hidden]
+        return self._in_blocks(wide[low] * (1 - part) + wide[high] * part)
 
     def _turn(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """Returns cosine and sine of a grid's rotary embedding, [N, size / 2] float32: of rows, and then of columns."""
@@ -149,7 +155,7 @@ def _between(count: int, side: int, device: torch.device) -> tuple[Tensor, Tenso
     return low, (low + 1).clamp(max=side - 1), place - low
 
 
-class _Block(nn.Module):
+class _Block(TowerLayer):
     def __init__(self, tower: PatchMergerTower) -> None:
         super().__init__()
         hidden, ffn = tower.config.hidden, tower.config.ffn
@@ -157,9 +163,12 @@ class _Block(nn.Module):
         self.attn = nn.ModuleDict({"qkv": tower.linear(hidden, 3 * hidden), "proj": tower.linear(hidden, hidden)})
         self.mlp = nn.ModuleDict({"linear_fc1": tower.linear(hidden, ffn), "linear_fc2": tower.linear(ffn, hidden)})
 
-    def forward(self, x: Tensor, turn: Turn) -> Tensor:
+    def heads(self, x: Tensor, turn: Turn, at: slice) -> Heads:
         """turn: `LayerOps.turn_heads` of the image's grid."""
-        x = x + self.attn["proj"](attend(*turn(self.attn["qkv"](self.norm1(x)))))
+        return turn(self.attn["qkv"](self.norm1(x)), at)
+
+    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.attn["proj"](attended)
         up = F.gelu(self.mlp["linear_fc1"](self.norm2(x)), approximate="tanh")
         return x + self.mlp["linear_fc2"](up)
 
@@ -170,12 +179,13 @@ class _Merger(nn.Module):
     def __init__(self, tower: PatchMergerTower, after: bool) -> None:
         super().__init__()
         config = tower.config
-        self.joined = config.hidden * config.merge**2
-        self.norm = normed(self.joined if after else config.hidden, tower.config.eps, *tower.place[:2])
-        self.after = after
-        self.linear_fc1 = tower.linear(self.joined, self.joined)
-        self.linear_fc2 = tower.linear(self.joined, config.width)
+        self.after, self.merge = after, config.merge**2
+        joined = config.hidden * self.merge
+        self.norm = normed(joined if after else config.hidden, tower.config.eps, *tower.place[:2])
+        self.linear_fc1 = tower.linear(joined, joined)
+        self.linear_fc2 = tower.linear(joined, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x.view(-1, self.joined)) if self.after else self.norm(x).view(-1, self.joined)
+        """x [N, merge * merge * hidden] -> [N, width]"""
+        x = self.norm(x if self.after else x.unflatten(1, (self.merge, -1))).flatten(1)
         return self.linear_fc2(F.gelu(self.linear_fc1(x)))

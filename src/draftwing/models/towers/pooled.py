@@ -15,7 +15,7 @@ from draftwing.errors import CheckpointError
 from draftwing.images.processing import BudgetProcessor, ImageProcessor
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.models.fields import Fields
-from draftwing.models.towers.base import Attention, TowerConfig, TowerModule
+from draftwing.models.towers.base import Heads, TowerConfig, TowerLayer, TowerModule
 from draftwing.text.tokenizer import Tokenizer
 
 _BICUBIC = 3
@@ -84,16 +84,15 @@ class PooledTower(TowerModule):
             else:
                 yield name, part
 
-    def layers(self, pixels: Tensor) -> Iterator[Tensor | None]:
+    def parts(self, pixels: Tensor) -> Iterator[int | Tensor]:
         config = self.config
         rows, columns = (side // config.patch for side in pixels.shape[:2])
         patches = pixels.unflatten(0, (rows, -1)).unflatten(2, (columns, -1)).transpose(1, 2)  # [R, C, patch, patch, 3]
         patches = 2 * (patches.flatten(2).flatten(0, 1) - 0.5)
         x = self.patch_embedder(patches, rows, columns)
-        attention = Attention(config.heads, _Turn.of(rows, columns, config, x), 1.0)
+        turn = _Turn.of(rows, columns, config, x)
         for layer in cast(nn.ModuleList, self.encoder["layers"]):
-            x = layer(x, attention)
-            yield None
+            x = yield from self.through(cast(_Layer, layer), x, turn)
         blocks = x.float().view(rows // config.pool, config.pool, columns // config.pool, config.pool, -1)
         pooled = blocks.mean((1, 3)).flatten(0, 1).to(x.dtype).float() * config.hidden**0.5
         if config.standardised:
@@ -146,10 +145,10 @@ class _Turn:
         angles = angles.repeat(1, 1, 2)[:, None]  # [N, 1, 2, size / 2]
         return cls(angles.cos().to(like.dtype), angles.sin().to(like.dtype))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, at: slice) -> Tensor:
         halves = x.unflatten(-1, (2, -1))
         first, second = halves.chunk(2, -1)
-        return (halves * self._cos + torch.cat((-second, first), -1) * self._sin).flatten(-2)
+        return (halves * self._cos[at] + torch.cat((-second, first), -1) * self._sin[at]).flatten(-2)
 
 
 class _Clipped(nn.Module):
@@ -167,7 +166,9 @@ class _Clipped(nn.Module):
         return self.linear(x.clamp(least, most)).clamp(lowest, highest)
 
 
-class _Layer(nn.Module):
+class _Layer(TowerLayer):
+    scale = 1.0
+
     def __init__(self, tower: PooledTower) -> None:
         super().__init__()
         config = tower.config
@@ -181,11 +182,14 @@ class _Layer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = (_Norm(hidden, tower) for _ in range(2))
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = (_Norm(hidden, tower) for _ in range(2))
 
-    def forward(self, x: Tensor, attention: Attention) -> Tensor:
-        attn, mlp, normed = self.self_attn, self.mlp, self.input_layernorm(x)
+    def heads(self, x: Tensor, turn: _Turn, at: slice) -> Heads:
+        attn, normed = self.self_attn, self.input_layernorm(x)
         q, k, v = (attn[f"{name}_proj"](normed).unflatten(1, (-1, self._head_dim)) for name in "qkv")
-        q, k, v = attn["q_norm"](q), attn["k_norm"](k), _rms(v, self._eps)
-        x = x + self.post_attention_layernorm(attn["o_proj"](attention(q.flatten(1), k.flatten(1), v.flatten(1))))
+        return turn(attn["q_norm"](q), at), turn(attn["k_norm"](k), at), _rms(v, self._eps)
+
+    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        mlp = self.mlp
+        x = x + self.post_attention_layernorm(self.self_attn["o_proj"](attended))
         normed = self.pre_feedforward_layernorm(x)
         up = F.gelu(mlp["gate_proj"](normed), approximate="tanh") * mlp["up_proj"](normed)
         return x + self.post_feedforward_layernorm(mlp["down_proj"](up))

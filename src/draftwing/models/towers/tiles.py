@@ -16,7 +16,7 @@ from draftwing.images.processing import FixedProcessor, ImageProcessor
 from draftwing.images.tiles import GridProcessor, SplitProcessor
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.models.fields import Fields
-from draftwing.models.towers.base import Attention, TowerConfig, TowerModule, normed
+from draftwing.models.towers.base import Heads, TowerConfig, TowerLayer, TowerModule, normed
 from draftwing.text.tokenizer import Tokenizer
 
 _PREPARED = ("do_resize", "do_rescale", "do_normalize", "do_image_splitting")
@@ -220,17 +220,15 @@ class TilesTower(TowerModule):
         self.linear_1 = self.linear(joined, config.projector)
         self.linear_2 = self.linear(config.projector, config.width)
 
-    def layers(self, pixels: Tensor) -> Iterator[Tensor | None]:
+    def parts(self, pixels: Tensor) -> Iterator[int | Tensor]:
         config, table = self.config, cast(nn.Embedding, self.embeddings["position_embedding"]).weight
         pixels = (pixels - self.mean) / self.std
         rows, columns = (length // config.patch for length in pixels.shape[:2])
         patches = pixels.unflatten(0, (rows, -1)).unflatten(2, (columns, -1)).transpose(1, 2)  # [R, C, patch, patch, 3]
         at = config.positions(table.unflatten(0, (config.side, config.side)), rows, columns)
         x = self.embeddings["patch_embedding"](patches.flatten(2).flatten(0, 1).to(table.dtype)) + at.flatten(0, 1)
-        attention = Attention(config.heads)
         for layer in cast(nn.ModuleList, self.encoder["layers"]):
-            x = layer(x, attention)
-            yield None
+            x = yield from self.through(cast(_Layer, layer), x, None)
         x, factor = self.post_layernorm(x), config.factor
         blocks = x.view(rows // factor, factor, columns // factor, factor, -1).transpose(1, 2)  # [R, C, f, f, hidden]
         yield self.project(blocks.flatten(2, 3).flatten(0, 1))
@@ -260,18 +258,21 @@ class MeanTower(TilesTower):
         return self.mm_input_projection((scaled * weight).to(blocks.dtype))
 
 
-class _Layer(nn.Module):
+class _Layer(TowerLayer):
     def __init__(self, tower: TilesTower) -> None:
         super().__init__()
         config = tower.config
-        hidden = config.hidden
+        hidden, self._heads = config.hidden, config.heads
         self.layer_norm1, self.layer_norm2 = (normed(hidden, config.eps, *tower.place[:2]) for _ in range(2))
         names = ("q_proj", "k_proj", "v_proj", "out_proj")
         self.self_attn = nn.ModuleDict({name: tower.linear(hidden, hidden) for name in names})
         self.mlp = nn.ModuleDict({"fc1": tower.linear(hidden, config.ffn), "fc2": tower.linear(config.ffn, hidden)})
 
-    def forward(self, x: Tensor, attention: Attention) -> Tensor:
+    def heads(self, x: Tensor, turn: None, at: slice) -> Heads:
         normed = self.layer_norm1(x)
-        q, k, v = (self.self_attn[f"{name}_proj"](normed) for name in "qkv")
-        x = x + self.self_attn["out_proj"](attention(q, k, v))
+        q, k, v = (self.self_attn[f"{name}_proj"](normed).unflatten(1, (self._heads, -1)) for name in "qkv")
+        return q, k, v
+
+    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.self_attn["out_proj"](attended)
         return x + self.mlp["fc2"](F.gelu(self.mlp["fc1"](self.layer_norm2(x)), approximate="tanh"))

@@ -30,6 +30,7 @@ class TritonOps(TorchOps):
     """Made on CUDA from compute capability 8.0 on, and on the meta device (`engine.startup.precompile`)."""
 
     ngram_index, suffix_index = TritonNGramIndex, TritonSuffixIndex
+    patches_at_once = 0
 
     def __init__(self, device: torch.device) -> None:
         norms, gemms, sampling = TritonNormOps(), GpuGemmOps(device), TritonSamplingOps()
