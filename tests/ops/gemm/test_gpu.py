@@ -14,7 +14,8 @@ SHAPES = [(512, 640), (2048, 1024), (12288, 2048), (28672, 4096)]
 
 
 def made(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).cuda()
+    generator = torch.Generator("cuda").manual_seed(seed)  # a large matrix of a CPU's takes seconds
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
 
 @on_gpu
