@@ -141,7 +141,8 @@ class ExpertMLP(nn.Module):
     def _own_sum(self, x: Tensor, by: Tensor | None, residual: Tensor | None) -> Tensor:
         """x [M, size], by [M, hidden] or None, residual [M, size] -> [M, size]: of what this rank has of the experts,
         or of all of them."""
-        if self._whole is not None and not (self.gate_up.adds or self.down.adds):
+        # The call's logits and shares have other bits than those below, and a row has the same beside adapted ones.
+        if self._whole is not None and self.gate_up.grouped is None and self.down.grouped is None:
             return self._whole(x, residual, self.scatter, by)
         inner, routed = self._inner(x, by)
         if self._joins is not None:

@@ -3,7 +3,8 @@
 
    A row with one of its choices is a pair. Pairs lie in the order of their experts, so those of one are the rows of its
    GEMMs, which read its weights once. What a pair gets depends on its row and expert alone, and a row's pairs are summed
-   in the order of its choices: so the bits are those of each operation alone, and the same in any batch. */
+   in the order of its choices: so a row has the same bits in any batch. Logits and shares have other ones than by
+   operations of their own. */
 
 #include "blocks.h"
 
