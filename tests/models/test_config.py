@@ -182,6 +182,20 @@ def test_mlps_by_layer() -> None:
             from_hf({**GLM47_FLASH, "mlp_layer_types": wrong})
 
 
+def test_kinds_of_layers_of_mimo() -> None:
+    config = published("mimo-v2-flash")
+    given = "hybrid_layer_pattern", "moe_layer_freq"
+    named = {"layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"]}
+    assert from_hf({key: config[key] for key in config.keys() - given} | named).layers == from_hf(config).layers
+    for key, wrong in {
+        "layer_types": (["full_attention", "chunked_attention"], ["full_attention"]), "moe_layer_freq": ([0, 2], 1),
+        "mlp_layer_types": (["dense", "moe"],), "hybrid_layer_pattern": ([0, "1"], [0, None], [{}, 1], [0, 1, 1]),
+    }.items():  # fmt: skip
+        for value in wrong:
+            with pytest.raises(CheckpointError, match=f"{key}: expected .* for each of 2 layers, found"):
+                from_hf(config | {key: value})
+
+
 def test_minimax_m2() -> None:
     config = from_hf(MINIMAX_M2)
     assert config.experts == ExpertConfig(256, Routing(8, sigmoid=True), 1536, wide_router=True)

@@ -49,19 +49,17 @@ def _rope_of_windows(fields: Fields) -> RopeConfig:
     return replace(found, dims=turned if turned < head_dim else 0)
 
 
-def _said(fields: Fields, names: str, marks: str, name: str, usual: list[bool]) -> list[bool]:
-    """Returns whether each layer is of that name. names: the key of their names.  marks: the key of a 1 for each that
-    is.  Raises CheckpointError where one is of neither kind, or their number is wrong."""
-    given, marked = fields.texts(names), fields.get(marks)
-    if given:
-        found = [one == name for one in given]
-    elif marked is None:
-        found = usual
-    else:
-        found = [one == 1 for one in marked] if isinstance(marked, list) else []
-    if len(found) != len(usual):
-        raise fields.unlike(names if given else marks, f"one for each of {len(usual)} layers")
-    return found
+def _said(fields: Fields, names: str, marks: str, kinds: tuple[str, str], usual: list[bool]) -> list[bool]:
+    """Returns whether each layer is of the second kind. names: the key of their names.  marks: the key of a 0 or 1 for
+    each in place of them.  Raises CheckpointError where one is of neither kind, or their number is wrong."""
+    named = fields.texts(names)
+    found, known = (named, kinds) if named else (fields.get(marks), (0, 1))
+    if found is None:
+        return usual
+    if not isinstance(found, list) or len(found) != len(usual) or any(one not in known for one in found):
+        expected = f"{known[0]} or {known[1]} for each of {len(usual)} layers"
+        raise fields.unlike(names if named else marks, expected)
+    return [one == known[1] for one in found]
 
 
 def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
@@ -81,13 +79,13 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
         rope=1,
         rotary=_rope_of_windows(fields).dims,
     )
-    windowed = _said(fields, "layer_types", "hybrid_layer_pattern", SLIDING, [not one for one in full])
+    windowed = _said(fields, "layer_types", "hybrid_layer_pattern", (FULL, SLIDING), [not one for one in full])
     return tuple(replace(layer, mixer=other if one else attention) for one in windowed)
 
 
 def _dense(fields: Fields, count: int) -> Collection[int]:
     usual = [i > 0 for i in range(count)]
-    sparse = _said(fields, "mlp_layer_types", "moe_layer_freq", "sparse", usual)
+    sparse = _said(fields, "mlp_layer_types", "moe_layer_freq", ("dense", "sparse"), usual)
     return [i for i, one in enumerate(sparse) if not one]
 
 
