@@ -369,7 +369,7 @@ def test_harmless_values_are_accepted() -> None:
         ({**PHI_2, "qk_layernorm": True}, "qk_layernorm = True"),
         ({**PHI_2, "hidden_act": "relu"}, "hidden_act = 'relu'"),
         ({**PYTHIA_14B, "use_parallel_residual": "x"}, "use_parallel_residual: expected true or false"),
-        ({"model_type": "gpt2"}, "'gpt2' has learned positions, which is not"),
+        ({"model_type": "opt"}, "'opt' has learned positions that begin at 2, which is not"),
         ({**QWEN35_TEXT, "attn_output_gate": False}, "attn_output_gate = False"),
         ({**QWEN35_TEXT, "layer_types": ["linear_attention"] * 32}, "expected a layer with attention, found none"),
         ({**QWEN35_TEXT, "layer_types": ["sliding_attention"] * 32}, "layer_types = 'sliding_attention'"),

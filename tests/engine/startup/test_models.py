@@ -140,7 +140,7 @@ def test_a_draft_of_an_architecture_that_is_not_served(tmp_path: Path, target: P
     ("config", "said"),
     [
         ({"architectures": ["DeepseekV4ForCausalLM"]}, "sparse attention over compressed keys"),
-        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "learned positions"),
+        ({"architectures": ["OPTForCausalLM"], "model_type": "opt"}, "learned positions"),
         ({"architectures": ["SomethingForCausalLM"]}, "unknown architecture SomethingForCausalLM"),
         ({"architectures": ["LlamaForCausalLM"], "hidden_size": 0}, "max_position_embeddings"),
     ],
