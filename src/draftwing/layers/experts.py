@@ -141,8 +141,7 @@ class ExpertMLP(nn.Module):
     def _own_sum(self, x: Tensor, by: Tensor | None, residual: Tensor | None) -> Tensor:
         """x [M, size], by [M, hidden] or None, residual [M, size] -> [M, size]: of what this rank has of the experts,
         or of all of them."""
-        # The call's logits and shares have other bits than those below, and a row has the same beside adapted ones.
-        if self._whole is not None and self.gate_up.grouped is None and self.down.grouped is None:
+        if self._whole is not None and not (self.gate_up.adds or self.down.adds):
             return self._whole(x, residual, self.scatter, by)
         inner, routed = self._inner(x, by)
         if self._joins is not None:
@@ -179,17 +178,23 @@ class ExpertMLP(nn.Module):
     def _inner(self, x: Tensor, by: Tensor | None = None) -> tuple[Tensor, Routed]:
         """-> what the gates let through, [pairs, ffn]"""
         experts, routing = self.experts, self._routing
+        if self._whole is not None:  # whose logits and shares have bits of their own
+            routed = self._whole.routes(x, self.scatter, by)
+            return self._through(x, routed), routed
         logits = self.router(x if by is None else by)[:, : experts.count + (routing.shared == "gated")]
         routed = self._ops.route(logits, routing, self.correction, self._exact, self.scatter, experts.own, self._small)
         if experts.scales_inputs:
             x = self._ops.scaled_inputs(x, logits, routed, experts.own)
         if self.scale is not None:
             routed = replace(routed, weights=routed.weights * self.scale[routed.experts])
+        return self._through(x, routed), routed
+
+    def _through(self, x: Tensor, routed: Routed) -> Tensor:
         if not self._gated:
-            return self.gate_up.squared(x, routed), routed
+            return self.gate_up.squared(x, routed)
         if self._gelu:
-            return self._ops.gelu_mul(self.gate_up(x, routed)), routed
-        return self.gate_up.gated(x, routed, experts.limit), routed
+            return self._ops.gelu_mul(self.gate_up(x, routed))
+        return self.gate_up.gated(x, routed, self.experts.limit)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 

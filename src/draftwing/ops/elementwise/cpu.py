@@ -28,7 +28,7 @@ class CpuElementwiseOps(InC, ElementwiseOps):
         gate_up = gate_up.contiguous()
         rows, both = gate_up.shape
         out = gate_up.new_empty(rows, both // 2)
-        self.raw.silu_mul(out, gate_up, rows, both // 2, out.dtype == torch.bfloat16, self.workers.address, gelu)
+        self.raw.silu_mul(out, gate_up, rows, both // 2, out.dtype == torch.bfloat16, self.workers.address, gelu, 0.0)
         return out
 
     def gelu(self, x: Tensor, exact: bool) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from draftwing.ops.cpu.extension import load_extension
+from draftwing.ops.cpu.extension import DTYPES, load_extension
 from draftwing.ops.cpu.runtime import CpuRuntime, Spare
 from draftwing.ops.cpu.workers import Workers
-from draftwing.ops.experts.routing import MixtureWeights
+from draftwing.ops.experts.routing import MixtureWeights, Routed
 from draftwing.ops.experts.spec import ExpertOps
 from draftwing.ops.gemm.contract import Gemm
 from draftwing.ops.gemm.cpu_blocks import BlockedGemm
@@ -69,27 +69,45 @@ class NativeMixture:
         self._weights = torch.tensor(numbers)
 
     def __call__(self, x: Tensor, residual: Tensor | None, scatter: Tensor | None, by: Tensor | None = None) -> Tensor:
-        rows, workers = len(x), self._workers
-        assert x.dtype == self.dtype and x.shape[1] == self.hidden
-        x, out = x.contiguous(), x.new_empty(rows, self.hidden)
+        out = x.new_empty(len(x), self.hidden)
         if residual is not None:
             assert residual.shape == out.shape and residual.dtype == out.dtype
             residual = residual.contiguous()
+        self._run(x, by, scatter, out, residual, None)
+        return out
+
+    def routes(self, x: Tensor, scatter: Tensor | None, by: Tensor | None = None) -> Routed:
+        shape = len(x), self.routing.top_k
+        routed = Routed(x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.float32), self.count)
+        self._run(x, by, scatter, None, None, routed)
+        return routed
+
+    def _run(
+        self, x: Tensor, by: Tensor | None, scatter: Tensor | None, out: Tensor | None, residual: Tensor | None,
+        routed: Routed | None,
+    ) -> None:  # fmt: skip
+        """Fills `out`, or what is in `routed`."""
+        rows, workers = len(x), self._workers
+        assert x.dtype == self.dtype and x.shape[1] == self.hidden
+        x = x.contiguous()
         by = x if by is None else by.contiguous()
         assert by.shape == (rows, self.by_size) and by.dtype == x.dtype
         half, count, routing = x.dtype == torch.bfloat16, self.count, self.routing
         sizes = count, routing.top_k, self.hidden, self.ffn
         size = self.raw.experts_spare(min(rows, _SLICE), half, *sizes, workers.most)
+
+        def at(tensor: Tensor | None, start: int) -> int:
+            return 0 if tensor is None else tensor.data_ptr() + start * tensor.stride(0) * tensor.element_size()
+
+        chosen, shares = (None, None) if routed is None else (routed.experts, routed.weights)
         with self._spare.of(size) as spare:
             for start in range(0, rows, _SLICE):
-                at = start * self.hidden * x.element_size()
                 self.raw.experts(
-                    out.data_ptr() + at, x.data_ptr() + at, 0 if residual is None else residual.data_ptr() + at,
-                    min(rows - start, _SLICE), half, scatter, *self._router, count, routing.top_k, routing.renormalise,
-                    routing.groups, routing.top_groups, self.hidden, self.ffn, self._weights, spare, workers.address,
-                    by.data_ptr() + start * self.by_size * x.element_size(), *self._more, self.limit, routing.scale,
+                    at(out, start), at(x, start), at(residual, start), min(rows - start, _SLICE), half, scatter,
+                    *self._router, count, routing.top_k, routing.renormalise, routing.groups, routing.top_groups,
+                    self.hidden, self.ffn, self._weights, spare, workers.address, at(by, start), *self._more,
+                    at(chosen, start), at(shares, start), self.limit, routing.scale,
                 )  # fmt: skip
-        return out
 
 
 class CpuExpertOps(ExpertOps):
@@ -98,9 +116,18 @@ class CpuExpertOps(ExpertOps):
     def __init__(self, runtime: CpuRuntime, norms: NormOps) -> None:
         super().__init__(norms, reads_routes=True)
         self._runtime = runtime
+        self._raw: Any = load_extension()
 
     def whole_mixture(self, weights: MixtureWeights) -> NativeMixture | None:
         """Returns the mixture in one call; None for weights that are not all of `GemmOps.block_gemm`, and for a routing
         that C does not know."""
         runtime, known = self._runtime, can_mix(weights) and not weights.routing.near
         return NativeMixture(weights, runtime.spare, runtime.workers) if known else None
+
+    def clamped_swiglu(self, gate_up: Tensor, limit: float) -> Tensor:
+        if gate_up.dtype not in DTYPES:
+            return super().clamped_swiglu(gate_up, limit)
+        gate_up, half = gate_up.contiguous(), gate_up.dtype == torch.bfloat16
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        self._raw.silu_mul(out, gate_up, *out.shape, half, self._runtime.workers.address, False, limit)
+        return out

@@ -80,6 +80,10 @@ class WholeMixture(Protocol):
         [M, its size]: what the router reads, None: x. A row has the same bits in any batch."""
         ...
 
+    def routes(self, x: Tensor, scatter: Tensor | None, by: Tensor | None = None) -> Routed:
+        """Returns where the rows go in the call, for experts that are multiplied one after the other."""
+        ...
+
 
 class ExpertTiles(NamedTuple):
     """Pairs in the order of their experts, in tiles of up to `rows`, each of one expert."""

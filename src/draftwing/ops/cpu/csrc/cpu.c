@@ -6,6 +6,8 @@
 
 #include "cpu.h"
 
+#define ALPHA 1.702f /* as in ops/experts/spec.py */
+
 /* -- row by row: norm, gated MLP, rotary embedding ---------------------------------------------------------------- */
 
 static void some_rows(void *data) {
@@ -64,11 +66,21 @@ static void scaled_any(const Rows *r, int64_t i) { BY_HALF(r->half, scaled_row, 
 
 /* silu(gate) * up of a row [gate, up], elements [from, to); silu(x) = x / (1 + exp(-x)), rounded before it is
    multiplied, as in torch. Or gelu(gate), by tanh: x / 2 * (1 + tanh(y)) = x / (1 + exp(-2y)),
-   y = sqrt(2 / pi) * (x + 0.044715 x^3). */
+   y = sqrt(2 / pi) * (x + 0.044715 x^3). Or with a cap gate * sigmoid(ALPHA * gate) * (up + 1), of gates of at most that
+   and ups within it. */
 INLINE void silu_row(const Rows *r, int64_t i, int64_t from, int64_t to, const int half) {
     const int64_t n = r->size;
+    const vf most = splat((float)r->cap);
     for (int64_t c = from; c < to; c += LANES) {
         vf gate = load(r->x, 2 * i * n + c, to - c, half), up = load(r->x, (2 * i + 1) * n + c, to - c, half);
+        if (r->cap != 0) {
+            gate = select_f(above(gate, most), most, gate);
+            up = select_f(above(up, most), most, up);
+            up = select_f(above(-most, up), -most, up);
+            const vf share = over_exp2(splat(1.0f), gate * splat(-1.44269504f * ALPHA));
+            store(r->out, i * n + c, to - c, half, gate * share * (up + 1.0f));
+            continue;
+        }
         store(r->out, i * n + c, to - c, half, rounded(r->gelu ? gelu_by_tanh(gate) : silu(gate), half) * up);
     }
 }
@@ -196,8 +208,8 @@ static void rms_norm(int64_t *n) {
     go(r, n, 3, norm_part, 1);
 }
 
-/* out, x, rows, size, half, workers, gelu */
-static void silu_mul(int64_t *n) { go((Rows){.gelu = n[6]}, n, 2, silu_any, 2); }
+/* out, x, rows, size, half, workers, gelu; cap */
+static void silu_mul(int64_t *n) { go((Rows){.gelu = n[6], .cap = double_at(n + 7)}, n, 2, silu_any, 2); }
 
 /* out, x, four numbers of xIELU or 0, rows, size, half, workers, gelu: 0, 1 by tanh, or 2 */
 static void ungated(int64_t *n) {
@@ -221,7 +233,7 @@ static void rope_write(int64_t *n) {
 
 Function row_functions[] = {
     {"rms_norm", rms_norm, 10, .doubles = 1},
-    {"silu_mul", silu_mul, 7},
+    {"silu_mul", silu_mul, 7, .doubles = 1},
     {"ungated", ungated, 8},
     {"soft_cap", soft_cap, 6, .doubles = 1},
     {"add_scaled", add_scaled, 8, .doubles = 1},

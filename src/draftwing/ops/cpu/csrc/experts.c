@@ -4,7 +4,7 @@
    A row with one of its choices is a pair. Pairs lie in the order of their experts, so those of one are the rows of its
    GEMMs, which read its weights once. What a pair gets depends on its row and expert alone, and a row's pairs are summed
    in the order of its choices: so a row has the same bits in any batch. Logits and shares have other ones than by
-   operations of their own. */
+   operations of their own; a caller may have the shares alone. */
 
 #include "blocks.h"
 
@@ -14,7 +14,6 @@
 #define AT_ONCE 4    /* logits of a row: each sum waits for its own last instruction */
 #define PRIME 1000003
 #define SPREAD 618033 /* both as in ops/experts/spec.py, and this: */
-#define ALPHA 1.702f
 #define TINY 1e-20f /* joins the sum of shares, which may be 0 */
 enum { SILU, GELU, RELU2 }; /* what is done to gates, or, without gates, to what would be ups */
 
@@ -39,6 +38,8 @@ typedef struct {
     const void *by;      /* what the router reads, mostly x */
     const float *scales; /* of each expert: what its shares are multiplied with, or NULL */
     int64_t activation, sigmoids, by_size; /* sigmoids: scores are these, not a softmax; by_size: of a row of `by` */
+    int64_t *chosen_to; /* and shares: [rows, top_k], for a caller that wants these alone; or NULL */
+    float *share_to;
     double limit, scale; /* of gates and ups, 0: none, and silu; of shares */
     Team team;
     /* On the way; pairs by row and choice: */
@@ -202,20 +203,6 @@ static void group(Mixture *j) {
 
 /* -- what is done to pairs ------------------------------------------------------------------------------------------ */
 
-/* gate * sigmoid(ALPHA * gate) * (up + 1), of gates of at most `limit` and ups within it. */
-static void clamped(const Rows *r, int64_t i, int64_t from, int64_t to, float limit) {
-    const int64_t n = r->size;
-    const int half = (int)r->half;
-    const vf most = splat(limit);
-    for (int64_t c = from; c < to; c += LANES) {
-        vf gate = load(r->x, 2 * i * n + c, to - c, half), up = load(r->x, (2 * i + 1) * n + c, to - c, half);
-        gate = select_f(above(gate, most), most, gate);
-        up = select_f(above(up, most), most, up);
-        up = select_f(above(-most, up), -most, up);
-        const vf share = over_exp2(splat(1.0f), gate * splat(-1.44269504f * ALPHA));
-        store(r->out, i * n + c, to - c, half, gate * share * (up + 1.0f));
-    }
-}
 static Product product_with(const Mixture *j, const int64_t *weight, const Rounded *x, void *out, int64_t outputs) {
     return (Product){.blocks = POINTER(weight[0]),
                      .bias = POINTER(weight[1]),
@@ -245,10 +232,9 @@ static void up_part(const Mixture *j, const Group *g, int64_t from, int64_t to) 
     const Product p = product_with(j, j->weights + 4 * g->expert, &g->x, gate_up, 2 * ffn);
     multiply_blocks(&p, from, to);
     multiply_blocks(&p, ffn + from, ffn + to);
-    const Rows gates = {.out = gated, .x = gate_up, .size = ffn, .half = j->half, .gelu = j->activation == GELU};
+    const Rows gates = {.out = gated, .x = gate_up, .size = ffn, .half = j->half, .gelu = j->activation == GELU, .cap = j->limit};
     for (int64_t i = 0; i < g->rows; i++) {
-        if (j->limit != 0) clamped(&gates, i, from, to, (float)j->limit);
-        else silu_part(&gates, i, from, to);
+        silu_part(&gates, i, from, to);
         round_part(&g->gated, gated, i, from, to, j->half);
     }
 }
@@ -307,6 +293,7 @@ static void some_of_mixture(void *data) {
         if (rows == 1) round_part(&j->groups->x, j->x, 0, 0, hidden, j->half); /* which all of them read */
     }
     meet(&me, &nothing);
+    if (j->chosen_to) return;
     if (rows > 1) {
         const int64_t pairs = rows * j->top_k, to = share(&me, pairs, 1);
         const Group *g = j->groups;
@@ -357,6 +344,7 @@ static int64_t experts_spare(int64_t *n) {
 static void experts(int64_t *n) {
     Mixture *j = (Mixture *)n;
     place_at(j, j->spare, j->workers->most);
+    if (j->chosen_to) j->chosen = j->chosen_to, j->share = j->share_to;
     run_team_unlocked(some_of_mixture, j, &j->team, j->workers);
 }
 
