@@ -182,6 +182,16 @@ def test_mlps_by_layer() -> None:
             from_hf({**GLM47_FLASH, "mlp_layer_types": wrong})
 
 
+@pytest.mark.parametrize(
+    ("said", "scale"), [({}, 0.707), ({"attention_value_scale": None}, 1.0), ({"attention_value_scale": 0.5}, 0.5)]
+)
+def test_what_values_of_mimo_are_multiplied_with(said: dict[str, Any], scale: float) -> None:
+    """As transformers' MiMoV2FlashConfig has it: 0.707 where a config does not say it, 1 where it says null."""
+    config = {key: value for key, value in published("mimo-v2-flash").items() if key != "attention_value_scale"}
+    mixers = [layer.mixer for layer in from_hf(config | said).layers]
+    assert [getattr(mixer, "value_scale", None) for mixer in mixers] == [scale, scale]
+
+
 def test_kinds_of_layers_of_mimo() -> None:
     config = published("mimo-v2-flash")
     given = "hybrid_layer_pattern", "moe_layer_freq"

@@ -394,6 +394,7 @@ class ExpertLinear(Linear):
 
     @property
     def adds(self) -> bool:
+        """Returns whether adapters add to its products in the forward that runs."""
         return self.grouped is not None and self.grouped.queries.adds
 
     @property

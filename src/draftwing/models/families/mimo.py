@@ -17,6 +17,7 @@ from draftwing.models.positions import FULL, SLIDING, rope
 
 _OF_WINDOWS, _TURNED = "rope_parameters_of_windows", 0.334  # the first: where `_keys` puts them
 _SEEN, _SWA = 129, "swa_"  # tokens that a query sees, its own among them; how keys of layers with a window begin
+_VALUES = 0.707  # what values are multiplied with where a config does not say it; null is 1
 _LIKE_OTHERS = "num_attention_heads", "head_dim", "v_head_dim"
 
 
@@ -67,7 +68,7 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
     assert isinstance(attention, AttentionConfig)
     before = fields.whole("sliding_window_size", 0, 2**40, -1)
     window = fields.whole("sliding_window", 1, 2**40, _SEEN)
-    scale = fields.number("attention_value_scale", 1e-3, 1e3, 1.0)
+    scale = fields.number("attention_value_scale", 1e-3, 1e3, 1.0 if fields.has("attention_value_scale") else _VALUES)
     values = fields.whole("v_head_dim", high=attention.head_dim)
     sinks = fields.flag("add_full_attention_sink_bias"), fields.flag("add_swa_attention_sink_bias", True)
     attention = replace(attention, values=values, value_scale=scale, sinks=sinks[0])

@@ -360,7 +360,8 @@ def _warn_of_changes(
     windows = [getattr(layer.mixer, "window", 0) for layer in config.layers]
     if isinstance(head, BlockHead):
         windows = list(head.config_of_block.windows)
-    if window := max(windows):
+    if all(windows):
+        window = max(windows)
         logger.info(
             "the draft model knows %d positions, and is used up to %d: its own attention sees the last %d",
             config.max_positions, positions, window,
