@@ -203,7 +203,7 @@ def test_unsupported_metadata_is_refused_by_name(
     [
         ("deepseek4", "sparse attention over compressed keys, and hyper-connections"),
         ("mamba", "state-space layers of Mamba-1"),
-        ("gpt2", "learned positions"),
+        ("bloom", "positions by biases of scores (ALiBi)"),
     ],
 )  # fmt: skip
 def test_an_architecture_that_is_not_served_says_what_it_has(tmp_path: Path, arch: str, missing: str) -> None:

@@ -136,7 +136,7 @@ def test_what_is_begun_before_a_product(triton_ops: TorchOps) -> None:
     weights, slots = weights_of(ops, torch.bfloat16, 64, (48, 48)), torch.arange(20, device=ops.device) % 4
     x, y = made(ops, torch.bfloat16, 20, 64), made(ops, torch.bfloat16, 20, 96, seed=1)
     queries, some = QueryAdapters(), torch.tensor([3, 5, 7], device=ops.device)
-    layer, found, few, want = AdaptedWeight(queries, weights, ops, None, True), y.clone(), y[some], y.clone()
+    layer, found, few, want = AdaptedWeight(queries, weights, ops, None), y.clone(), y[some], y.clone()
     with queries.of(slots, ops.adapter_plan(slots)):
         begun = layer.begin(x)
         assert begun is not None
