@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, and an MLP without a gate, of matrices that lie the other way round in folders.
+"""GPT-2: learned positions, LayerNorm, and an MLP without a gate; folders have its matrices transposed.
 GPT-BigCode (StarCoder 1, SantaCoder): the same with one key head, and matrices as others have them."""
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ def _keys(fields: Fields, one_key_head: bool) -> dict[str, Any]:
     return found | {"num_key_value_heads": 1 if shared else None}
 
 
-def _apart(name: str, value: Any, across: bool) -> Iterable[tuple[str, Any]]:
-    """Gives tensors the names that they have in Llama, and leaves masks out. across: whether matrices lie
-    the other way round."""
+def _apart(name: str, value: Any, transposed: bool) -> Iterable[tuple[str, Any]]:
+    """Gives tensors the names that they have in Llama, and leaves masks out. transposed: whether matrices of layers are
+    [inputs, outputs]."""
     if name.endswith(_MASKS):
         return []
     own, _, suffix = name.removeprefix("model.").removeprefix("transformer.").rpartition(".")
     if own.startswith("h."):
-        turned = across and ".c_" in own and isinstance(value, Tensor) and value.dim() == 2
-        return [(f"model.layers.{own.removeprefix('h.')}.{suffix}", value.t() if turned else value)]
+        if transposed and ".c_" in own and isinstance(value, Tensor) and value.dim() == 2:
+            value = value.t()
+        return [(f"model.layers.{own.removeprefix('h.')}.{suffix}", value)]
     return [(f"model.{_TOP[own]}.{suffix}" if own in _TOP else name, value)]
 
 
-def _family(model_type: str, across: bool, gguf: str, own: Callable[[Fields], dict[str, Any]]) -> Family:
+def _family(model_type: str, transposed: bool, gguf: str, own: Callable[[Fields], dict[str, Any]]) -> Family:
     neutral: dict[str, Values] = {
         "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "n_ctx": None,
         "reorder_and_upcast_attn": None, "attention_softmax_in_fp32": None, "scale_attention_softmax_in_fp32": None,
@@ -62,7 +63,7 @@ def _family(model_type: str, across: bool, gguf: str, own: Callable[[Fields], di
         learned_positions=True,
         turns=False,
         sliding_window=None,
-        fused_qkv=True if across else "heads",
+        fused_qkv=True if transposed else "heads",
         keys=own,
         neutral=neutral,
         layer_names={
@@ -73,7 +74,7 @@ def _family(model_type: str, across: bool, gguf: str, own: Callable[[Fields], di
             "input_layernorm": "ln_1",
             "post_attention_layernorm": "ln_2",
         },
-        apart=partial(_apart, across=across),
+        apart=partial(_apart, transposed=transposed),
         gguf=InGGUF(gguf, names={"attn_qkv": "self_attn.qkv_proj"}, turns=False),
     )
 
