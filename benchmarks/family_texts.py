@@ -267,6 +267,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mimo-v2-flash", head_dim=192, swa_head_dim=192, v_head_dim=128, swa_v_head_dim=128, num_attention_heads=8,
         swa_num_attention_heads=8, num_key_value_heads=2, sliding_window_size=64,
     ),
+    "step-3.5": grown(
+        "step-3.5-flash", num_attention_groups=4, head_dim=128, num_attention_heads=8, moe_intermediate_size=256,
+        share_expert_dim=256, moe_num_experts=32, sliding_window=64, num_sliding_attention_heads=16,
+        attention_other_setting=None, num_nextn_predict_layers=0, max_position_embeddings=4096,
+    ),
     "dots": grown("dots.llm1.inst", moe_intermediate_size=256),
 }  # fmt: skip
 CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}

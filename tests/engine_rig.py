@@ -74,6 +74,10 @@ def model_of(config, seed=0, device="cpu", dtype=torch.float32, sharpen=6.0):
                 weight.copy_(torch.randn(weight.shape, generator=generator) / 32)
             elif not name.endswith("norm.weight"):  # biases, and vectors of a mixer
                 weight.copy_(torch.randn(weight.shape, generator=generator) / 4)
+        for part in checkpoint_names(config).values():
+            if part.order is not None:  # of which some rows are one in a checkpoint: gates of heads
+                own = part.of(model.get_parameter(part.param))
+                own.copy_(part.order.of(part.param, part.order.back(own)))
     return model.to(device=device, dtype=dtype).eval()
 
 

@@ -17,6 +17,7 @@ from hybrid_models import of_convolutions
 from moe_models import by_expert
 from reference.deci import deci
 from reference.fused import AS_PUBLISHED
+from reference.step3 import Step3p5ForCausalLM
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -142,6 +143,8 @@ def random_model(folder: Path, name: str) -> Any:
     torch.manual_seed(0)
     if name == "DeciLMForCausalLM":
         model = deci(json.loads((folder / "config.json").read_text())).eval()
+    elif name == "Step3p5ForCausalLM":
+        model = Step3p5ForCausalLM(transformers.AutoConfig.from_pretrained(folder)).float().eval()
     else:
         config = transformers.AutoConfig.from_pretrained(folder)
         for part in (config, config.get_text_config()):

@@ -33,6 +33,7 @@ PLACES: dict[str, tuple[Any, ...]] = {
     "cohere2-moe": ("cpu", "blocks", RANKS), "olmo": ("cpu", "blocks"), "nanochat": ("cpu", "blocks", RANKS),
     "falcon-grouped": ("cpu", "blocks", RANKS), "gpt2": ("cpu", "blocks", RANKS), "falcon": ("cpu",),
     "mimo-v2": ("cpu", "blocks", RANKS),
+    "step3": ("cpu", "blocks", RANKS),
     "DeciLM": ("cpu", "blocks"), "Gemma3n": ("cpu", "blocks"), "phimoe": ("cpu", "blocks", RANKS),
     "hunyuan": ("cpu", "blocks", RANKS), "apertus": ("cpu", "blocks", RANKS), "arcee": ("cpu", "blocks"),
     "llama4": ("cpu", "blocks", RANKS), "llama4-plain": ("cpu",),

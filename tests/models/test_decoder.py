@@ -15,6 +15,7 @@ import transformers
 from block_ops import BlockTorchOps
 from dense_cache import DenseCache
 from hybrid_models import on_ranks, whole_logits
+from reference.step3 import Step3p5ForCausalLM
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -526,6 +527,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": MIXED,
         },
     ),
+    "step3": (
+        "Step3p5",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "share_expert_dim": 64,
+            "moe_layers_enum": "1,2",
+            "moe_router_scaling_factor": 1.5,
+            "sliding_window": 20,
+            "layer_types": MIXED,
+            "attention_other_setting": {"num_attention_heads": 8},
+            "rope_theta": [5e6, 1e4, 5e6],
+            "partial_rotary_factors": [0.5, 1.0, 0.5],
+            "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"},
+            "swiglu_limits": [0.0, 0.2, 0.1],
+            "swiglu_limits_shared": [0.3, None, 0.2],
+        },
+    ),
+    "step3-defaults": (
+        "Step3p5",
+        {
+            "num_hidden_layers": 4,
+            "n_routed_experts": 12,
+            "moe_intermediate_size": 32,
+            "share_expert_dim": 48,
+            "head_dim": 16,
+            "sliding_window": 20,
+        },
+    ),
     "hunyuan-v3": (
         "HYV3",
         {
@@ -584,7 +616,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-CONFIGS = {"Gemma3": "Gemma3Text", "Llama4": "Llama4Text", "BailingMoeV2": "SarvamMoE"}  # of these classes
+CONFIGS = {  # of these classes
+    "Gemma3": "Gemma3Text", "Llama4": "Llama4Text", "BailingMoeV2": "SarvamMoE", "Step3p5": "Step3p7Text",
+}  # fmt: skip
 # Of all families whole sequences are compared; what else is done with a model is a matter of these differences.
 DIFFERENT = (
     "llama3.2-tied", "llama-biases", "mistral-window", "gemma3", "qwen3-moe-mixed", "gpt-oss", "mixtral",
@@ -606,7 +640,7 @@ def random_reference(family: str, **overrides: Any) -> transformers.PreTrainedMo
     prefix, settings = copy.deepcopy(FAMILIES[family])  # some configs write into their objects
     config = getattr(transformers, f"{CONFIGS.get(prefix, prefix)}Config")(**{**SIZES, **settings, **overrides})
     torch.manual_seed(0)
-    made = getattr(transformers, architecture(prefix), None)
+    made = getattr(transformers, architecture(prefix), None if prefix != "Step3p5" else Step3p5ForCausalLM)
     # Of what transformers has no class of its own, another does, and the checkpoint has the name.
     base = transformers.LlamaForCausalLM if prefix == "Exaone" else transformers.Glm4MoeForCausalLM
     made = made or type(f"{prefix}ForCausalLM", (base,), {})
@@ -889,6 +923,7 @@ OF_RANKS = [
     "llama4",
     "afmoe",
     "laguna",
+    "step3",
     "cohere2-moe-defaults",
     "olmo2",
     "olmoe",

@@ -85,6 +85,7 @@ PUBLISHED |= {
         "north-mini-code-1.0",
         "olmo-7b-hf",
         "phi-3.5-moe",
+        "step-3.5-flash",
         "trinity-mini",
         "vaultgemma-1b",
         "youtu-llm-2b",

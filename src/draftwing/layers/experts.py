@@ -20,7 +20,7 @@ from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, Wei
 from draftwing.layers.linear_ops.dense import DENSE, Dense, as_dense
 from draftwing.layers.linear_ops.groups import dequantised
 from draftwing.layers.linear_ops.parallel import JoinedOutputs, NormedSum
-from draftwing.layers.mlp import GatedMLP, UngatedMLP
+from draftwing.layers.mlp import BoundedGates, GatedMLP, UngatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.ops.experts.routing import ExpertGemm, MixtureWeights, Routed, WholeMixture
 from draftwing.ops.experts.rows import ExpertRows
@@ -46,6 +46,8 @@ class ExpertMLP(nn.Module):
         super().__init__()
         experts, hidden, form = config.experts, config.hidden, config.weight_format.of_experts
         assert experts is not None and (config.activation == "silu" or not experts.limit)
+        assert not experts.bound or (config.activation == "silu" and not experts.limit)
+        self.gates = BoundedGates(experts.bound) if experts.bound else None
         assert not experts.scales_inputs or (experts.routing.top_k == 1 and experts.routing.renormalise)
         self.experts, self._ranks, self._gelu = experts, config.ranks, config.activation == "gelu"
         self._alone = config.ranks.size == 1 and not config.ranks.invariant  # no other ranks do the same in other ways
@@ -90,7 +92,8 @@ class ExpertMLP(nn.Module):
         shared, experts = self.shared, self.experts
         if shared is None or not ops.merges_matrices or not self._alone or experts.shared % experts.ffn:
             return
-        if experts.latent or experts.scales_inputs:
+        bounded = self.gates is not None or (isinstance(shared, GatedMLP) and shared.gates is not None)
+        if experts.latent or experts.scales_inputs or bounded:
             return
         linears = self.gate_up, self.down, *shared.linears()
         if experts.limit or self.scale is not None or any(part.bias is not None for part in linears):
@@ -118,7 +121,7 @@ class ExpertMLP(nn.Module):
         if isinstance(self.shared, UngatedMLP):
             self.shared.pack(ops)
         gate_up, down = self.gate_up.each_gemm(), self.down.each_gemm()
-        known = self._alone and not self.experts.scales_inputs
+        known = self._alone and not self.experts.scales_inputs and self.gates is None
         if ops.whole_mixture is not None and gate_up and down and known:
             router = self.router.dense_weight(), self.router.bias, self.correction
             more = (self.gate_up.bias, self.down.bias), self.experts.routing, self.experts.limit
@@ -194,6 +197,8 @@ class ExpertMLP(nn.Module):
             return self.gate_up.squared(x, routed)
         if self._gelu:
             return self._ops.gelu_mul(self.gate_up(x, routed))
+        if self.gates is not None:
+            return self.gates(self.gate_up(x, routed))
         return self.gate_up.gated(x, routed, self.experts.limit)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -36,6 +36,22 @@ class SparseGates(ByOps):
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
 
+class BoundedGates(ByOps):
+    """SiLU of gates, which is at most `bound`, times ups, whose size is at most that."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self._bound = bound
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """gate_up [M, 2 * ffn] -> [M, ffn]. A row has the same bits in any batch."""
+        gate, up = gate_up.chunk(2, 1)
+        let_through = self.ops.silu_mul(self.ops.concat_columns(gate, torch.ones_like(up)))
+        return let_through.clamp(max=self._bound) * up.clamp(-self._bound, self._bound)
+
+    __call__ = forward  # Module's own call looks for hooks: see RMSNorm
+
+
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), or with GELU; gate and up are one GEMM."""
 
@@ -45,12 +61,14 @@ class GatedMLP(nn.Module):
         self.gelu = config.activation == "gelu"
         self.gate_up = Linear(hidden, 2 * ffn, bias, dtype, device, form)
         self.down = config.last_matrix("mlp", ffn, bias, dtype, device)
-        self.sparse = None if config.sparsity is None else SparseGates(config.sparsity)
-        assert self.sparse is None or self.gelu
+        self.gates: SparseGates | BoundedGates | None = None  # that are not made with the product
+        if config.sparsity is not None or config.bound:
+            assert self.gelu == (config.sparsity is not None) and not (self.gelu and config.bound)
+            self.gates = BoundedGates(config.bound) if config.sparsity is None else SparseGates(config.sparsity)
 
     def forward(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added, and may be overwritten -> [M, hidden]"""
-        inner = self.gate_up.gated(x, self.gelu) if self.sparse is None else self.sparse(self.gate_up(x))
+        inner = self.gate_up.gated(x, self.gelu) if self.gates is None else self.gates(self.gate_up(x))
         return self.down(inner, residual, overwrite=True)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -25,9 +25,9 @@ from draftwing.ops.upload import uploaded
 from draftwing.parallel.cut import Cut
 from draftwing.parallel.ranks import Share
 
-FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
+FUSED = re.compile(r"(.*\.experts)\.((?:gate_up|gate|up|down)_proj)(|_bias|_blocks|_scales)")
 
-_FIRST = {"gate_up_proj": "gate_proj", "down_proj": "down_proj"}  # of the matrices in one
+_FIRST = {"gate_up_proj": "gate_proj"}  # of the matrices in one
 
 Value = Tensor | QuantizedRows | MXRows
 Part = TypeVar("Part", bound=Tensor | BlockRows | QuantizedRows | MXRows)
@@ -63,7 +63,7 @@ def each_expert(
         if tensor.dim() < 2 or len(tensor) != count:
             raise CheckpointError(f"{name}: expected tensors of {count} experts, found shape {list(tensor.shape)}")
         tensor = tensor[held.start : held.stop]
-        first = cuts.get(f"{prefix}.{held.start}.{_FIRST[matrix]}.weight")
+        first = cuts.get(f"{prefix}.{held.start}.{_FIRST.get(matrix, matrix)}.weight")
         early = first if kind in ("_blocks", "_scales") and _in_blocks(first) else None
         if kind in ("_blocks", "_scales"):
             tensor = tensor if early is None else _own_blocks(name, tensor, early)
@@ -113,8 +113,8 @@ def _of_expert(
 ) -> Iterator[tuple[str, Tensor | MXRows]]:
     """Of one expert; whole: of all of them, rows first."""
     one = MXRows(*(part[expert] for part in whole)) if isinstance(whole, MXRows) else whole[expert]
-    if matrix == "down_proj":
-        yield "down_proj", one
+    if matrix != "gate_up_proj":
+        yield matrix, one
         return
     if isinstance(one, Tensor) and not interleaved:
         yield from zip(("gate_proj", "up_proj"), one.tensor_split(2), strict=True)
@@ -126,7 +126,7 @@ def _of_expert(
 def _lies_across(tensor: Tensor, matrix: str, hidden: int) -> bool:
     """Returns whether a tensor of all experts has their columns before their rows, by where the model's size is."""
     rows, columns = tensor.shape[-2:] if tensor.dim() == 3 else (0, 0)
-    return hidden == (rows if matrix == "gate_up_proj" else columns) and rows != columns
+    return hidden == (columns if matrix == "down_proj" else rows) and rows != columns
 
 
 def _transposed(name: str, tensor: Tensor) -> Tensor:

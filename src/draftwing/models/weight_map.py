@@ -30,6 +30,7 @@ OTHER_SENSES = (
     "model.visual.", "model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
     "model.vision_embedder.", "model.multi_modal_projector.", "model.mm_projector.", "model.vision_model.",
     "model.connector.", "model.mlp1.", "model.vision_tokenizer.", "model.audio_tokenizer.",
+    "model.vit_large_projector.",
 )  # fmt: skip
 # Of models that number a prediction layer behind their own: what it has below `model.layers.N` besides a layer, and
 # below `model.mtp`, as this package names it.
