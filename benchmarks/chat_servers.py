@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -44,12 +44,14 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Contender:
-    """A server to be started: its command without host and port, what it needs in a request and in its environment."""
+    """A server to be started: its command without host and port, what it needs in a request and in its environment.
+    patience: seconds that a client waits for the next piece of an answer."""
 
     name: str
     command: tuple[str, ...]
     body: dict[str, Any] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
+    patience: float = START_SECONDS
 
 
 class Server:
@@ -105,12 +107,16 @@ class Server:
 
     def ask(self, messages: Sequence[dict[str, str]], tokens: int) -> Answer:
         """A greedy answer of exactly `tokens` tokens. Raises HTTPException for a refusal or half a stream."""
-        return chat(self.url, messages, tokens, self.contender.body)
+        return chat(self.url, messages, tokens, self.contender.body, self.contender.patience)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """What the server answers to JSON. Raises HTTPException for a refusal."""
-        with answer_of(self.url, path, body) as response:
+        with self.answer(path, body) as response:
             return json.load(response)
+
+    def answer(self, path: str, body: dict[str, Any]) -> AbstractContextManager[http.client.HTTPResponse]:
+        """Returns the response to JSON, as `answer_of`."""
+        return answer_of(self.url, path, body, self.contender.patience)
 
     def ask_all(self, prompts: Sequence[Sequence[dict[str, str]]], tokens: int) -> tuple[float, list[Answer]]:
         """All prompts at once; (seconds until the last has its answer, answers)."""
@@ -132,10 +138,13 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def answer_of(url: str, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
-    """The response of a server to JSON. Raises HTTPException for a refusal."""
+def answer_of(
+    url: str, path: str, body: dict[str, Any], patience: float = START_SECONDS
+) -> Iterator[http.client.HTTPResponse]:
+    """The response of a server to JSON. Raises HTTPException for a refusal, TimeoutError where nothing comes for
+    `patience` seconds."""
     at = urlsplit(url)
-    with closing(http.client.HTTPConnection(at.hostname or HOST, at.port, timeout=START_SECONDS)) as connection:
+    with closing(http.client.HTTPConnection(at.hostname or HOST, at.port, timeout=patience)) as connection:
         connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
@@ -144,8 +153,9 @@ def answer_of(url: str, path: str, body: dict[str, Any]) -> Iterator[http.client
 
 
 def chat(
-    url: str, messages: Sequence[dict[str, Any]], tokens: int, more: Mapping[str, Any] = MappingProxyType({})
-) -> Answer:
+    url: str, messages: Sequence[dict[str, Any]], tokens: int, more: Mapping[str, Any] = MappingProxyType({}),
+    patience: float = START_SECONDS,
+) -> Answer:  # fmt: skip
     """Streams a greedy answer of exactly `tokens` tokens. more: in the request. Raises HTTPException for a refusal or
     half a stream."""
     body = {
@@ -153,7 +163,7 @@ def chat(
         "stream": True, "stream_options": {"include_usage": True}, **more,
     }  # fmt: skip
     start, first, last, events = time.perf_counter(), 0.0, 0.0, []
-    with answer_of(url, "/v1/chat/completions", body) as response:
+    with answer_of(url, "/v1/chat/completions", body, patience) as response:
         for line in response:
             if line.startswith(b"data: {"):
                 events.append(line)

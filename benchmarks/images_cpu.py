@@ -32,11 +32,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from chat_servers import Contender, Server, answer_of, draftwing_server, llama_server
+from chat_servers import Contender, Server, draftwing_server, llama_server
 from gguf import GGUFWriter
 from gguf_files import IMAGE_TOKENS, MIXTURES, finish
 from hybrid_cpu import SIZES, write_random
@@ -130,7 +131,7 @@ def picture(width: int, height: int, seed: int) -> str:
 def timed(server: Server, path: str, body: dict[str, Any], tokens: int) -> tuple[float, float]:
     """Returns seconds to the first token, and tokens a second behind it."""
     began, times = time.perf_counter(), []
-    with answer_of(server.url, path, body | {"stream": True}) as response:
+    with server.answer(path, body | {"stream": True}) as response:
         times = [time.perf_counter() - began for line in response if line.startswith(b"data: {")]
     return times[0], (tokens - 1) / (times[-1] - times[0]) if tokens > 1 else 0.0
 
@@ -177,7 +178,7 @@ def contenders(args: argparse.Namespace, file: Path, projector: Path) -> list[Co
     if LLAMA in args.contenders:
         theirs = llama_server(LLAMA, build(args.isa, args.cache), file, args.threads, args.context, *LOUD, *named)
         found.append(Contender(theirs.name, theirs.command, environ={"LLAMA_MEDIA_MARKER": MARKER}))
-    return found
+    return [replace(one, patience=args.patience) for one in found]
 
 
 def measure(args: argparse.Namespace, file: Path, projector: Path) -> None:
@@ -214,7 +215,7 @@ def gaps(args: argparse.Namespace, file: Path, projector: Path) -> None:
         for size in args.pictures:
             body = {"text": TEXT[0], "stream": True}
             body["sampling_params"] = {"max_new_tokens": args.context - 256, "temperature": 0, "ignore_eos": True}
-            with answer_of(server.url, "/generate", body) as response, ThreadPoolExecutor(1) as pool:
+            with server.answer("/generate", body) as response, ThreadPoolExecutor(1) as pool:
                 times = [time.perf_counter() for _ in itertools.islice(_events(response), args.tokens)]
                 shown = picture(*map(int, size.split("x")), 1)
                 asked = pool.submit(ask_ours, server, shown, 1)
@@ -272,6 +273,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--isa", choices=ISAS, default="native")
     parser.add_argument("--cache", type=Path, default=CACHE, help="of builds of llama.cpp")
+    parser.add_argument("--patience", type=float, default=1800.0, help="seconds that a client waits for a first token")
     parser.add_argument("--gaps", action="store_true", help="those of others while pictures are read")
     parser.add_argument("--files", type=Path, help="a folder that keeps the files")
     parser.add_argument("--out", type=Path)
