@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _HEADS = 4  # whose attention is a part, where an image has several
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
-Turn = Any  # what a tower's layers turn queries and keys with
+Turn = TypeVar("Turn")  # what layers of a kind turn queries and keys with
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class TowerConfig:
         return stored
 
 
-class TowerLayer(nn.Module):
+class TowerLayer(nn.Module, Generic[Turn]):
     """A layer of a tower, in two halves, between which patches see each other."""
 
     scale: float | None = None  # of attention; None: one over the root of the heads' size
@@ -113,7 +113,7 @@ class TowerModule(nn.Module):
         assert isinstance(rows, Tensor)
         return rows
 
-    def through(self, layer: TowerLayer, x: Tensor, turn: Turn) -> Generator[int, None, Tensor]:
+    def through(self, layer: TowerLayer[Turn], x: Tensor, turn: Turn) -> Generator[int, None, Tensor]:
         """Returns a layer's output of an image [N, hidden], by some of its patches at a time."""
         first, attention, rest = self.config.products_of_patch(len(x))
         blocks, made, out = self._blocks(len(x), self.at_once), list[Heads](), list[Tensor]()

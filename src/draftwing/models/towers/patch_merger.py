@@ -21,7 +21,7 @@ from draftwing.text.tokenizer import Tokenizer
 
 _BICUBIC = 3
 
-Turn = Callable[[Tensor, slice], Heads]
+Turn = Callable[[Tensor, slice], Heads]  # `LayerOps.turn_heads` of an image's grid
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _between(count: int, side: int, device: torch.device) -> tuple[Tensor, Tenso
     return low, (low + 1).clamp(max=side - 1), place - low
 
 
-class _Block(TowerLayer):
+class _Block(TowerLayer[Turn]):
     def __init__(self, tower: PatchMergerTower) -> None:
         super().__init__()
         hidden, ffn = tower.config.hidden, tower.config.ffn
@@ -164,7 +164,6 @@ class _Block(TowerLayer):
         self.mlp = nn.ModuleDict({"linear_fc1": tower.linear(hidden, ffn), "linear_fc2": tower.linear(ffn, hidden)})
 
     def heads(self, x: Tensor, turn: Turn, at: slice) -> Heads:
-        """turn: `LayerOps.turn_heads` of the image's grid."""
         return turn(self.attn["qkv"](self.norm1(x)), at)
 
     def rest(self, x: Tensor, attended: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ class _Clipped(nn.Module):
         return self.linear(x.clamp(least, most)).clamp(lowest, highest)
 
 
-class _Layer(TowerLayer):
+class _Layer(TowerLayer[_Turn]):
     scale = 1.0
 
     def __init__(self, tower: PooledTower) -> None:

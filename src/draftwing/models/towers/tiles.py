@@ -258,7 +258,7 @@ class MeanTower(TilesTower):
         return self.mm_input_projection((scaled * weight).to(blocks.dtype))
 
 
-class _Layer(TowerLayer):
+class _Layer(TowerLayer[None]):
     def __init__(self, tower: TilesTower) -> None:
         super().__init__()
         config = tower.config
