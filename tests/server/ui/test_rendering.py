@@ -5,15 +5,20 @@ Needs what `test_browser.py` needs.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from browsing import NARROW, WIDE, Open, ask, wait_for_end
 from fake_engine import FakeEngine
+from image_models import encoded, picture
+from PIL import Image
 from scripted import ScriptedEngine, serving
+from seeing import Seeing
 
 pytestmark = pytest.mark.slow
 
@@ -212,6 +217,79 @@ def test_files_go_along_with_a_question(url: str, open_page: Open, engine: FakeE
     said = page.locator(".user .said")
     assert said.locator("> p").text_content() == "What is in them?"
     assert said.locator(".chip summary").all_text_contents() == ["notes.md4 lines", "pasted.txt1 line"]
+
+
+# Puts a picture on the clipboard, as another program does; the keyboard pastes it.
+COPY = """async (bytes) => {
+  const blob = new Blob([new Uint8Array(bytes)], { type: "image/png" });
+  await navigator.clipboard.write([new ClipboardItem({ "image/png": blob })]);
+}"""
+DROP = """([bytes, words]) => {
+  const data = new DataTransfer();
+  data.items.add(new File([new Uint8Array(bytes)], "dropped.jpg", { type: "image/jpeg" }));
+  data.items.add(new File([words], "dropped.txt", { type: "text/plain" }));
+  for (const kind of ["dragover", "drop"])
+    document.querySelector(".talk").dispatchEvent(new DragEvent(kind, { dataTransfer: data, bubbles: true }));
+}"""
+
+
+def test_pictures_are_attached_pasted_and_dropped(open_page: Open, tmp_path: Path) -> None:
+    """The engine sees their pixels, in the order in which they came; they stay with the question and are shown."""
+    shown = [picture(40, 24, seed) for seed in range(4)]
+    for i, one in enumerate(shown[:2]):
+        (tmp_path / f"file{i}.png").write_bytes(encoded(one))
+    (tmp_path / "broken.png").write_bytes(encoded(shown[0])[:60])
+    jpeg = encoded(shown[3], "JPEG", quality=95)
+    engine = Seeing()
+    with serving(engine) as url:
+        page = open_page(url, permissions=["clipboard-read", "clipboard-write"], expected="400 (Bad Request)")
+        page.on("filechooser", lambda _: None)  # the browser asks us from now on
+
+        def attach(*names: str) -> None:
+            with page.expect_file_chooser() as chooser:
+                page.get_by_label("Attach text files and pictures").click()
+            chooser.value.set_files([tmp_path / name for name in names])
+
+        chips = page.locator(".composer .thumbnail img")
+        attach("file0.png", "file1.png")
+        page.wait_for_selector(".composer .chip-row:nth-child(2)")
+        page.evaluate(COPY, list(encoded(shown[2])))
+        page.locator("#question").focus()
+        page.keyboard.press("ControlOrMeta+v")
+        page.wait_for_selector(".composer .chip-row:nth-child(3)")
+        page.evaluate(DROP, [list(jpeg), "written\n"])
+        page.wait_for_selector(".chips .chip:has-text('dropped.txt')")
+        page.get_by_label("Remove file0.png").click()
+        assert [one.get_attribute("alt") for one in chips.all()] == ["file1.png", "image.png", "dropped.jpg"]
+        ask(page, "What is in them?")
+        wait_for_end(page)
+        expected = [np.asarray(shown[1]), np.asarray(shown[2]), np.asarray(Image.open(io.BytesIO(jpeg)))]
+
+        def check() -> None:
+            request = engine.requests[-1]
+            for image, pixels in zip(request.images, expected, strict=True):
+                assert np.array_equal(image.pixels, pixels)
+            asked = engine.tokenizer.decode(request.prompt_ids)
+            assert "What is in them?" in asked and "File: dropped.txt" in asked and "written" in asked
+
+        check()
+        said = page.locator(".user .said .thumbnail img")
+        sizes = "(all) => all.map((one) => [one.naturalWidth, one.naturalHeight])"
+        assert chips.count() == 0 and said.evaluate_all(sizes) == [[40, 24]] * 3
+        page.reload()
+        page.wait_for_selector(".message")
+        assert said.evaluate_all(sizes) == [[40, 24]] * 3, "they are kept"
+        ask(page, "And now?")
+        wait_for_end(page)
+        check()
+        attach("broken.png")
+        page.wait_for_selector(".composer .chip-row")
+        ask(page, "And this?")
+        page.wait_for_selector(".message .error:visible")
+        assert len(engine.requests) == 2
+        ask(page, "Without it?")
+        wait_for_end(page)
+        check()
 
 
 def test_a_trace_is_saved_and_opened_without_an_answer(
