@@ -431,6 +431,7 @@ def test_names_of_one_adapter_have_each_its_own_head(bench: Bench, tmp_path: Pat
         assert llm.engine.stats()["adapter_loads"] == 1, "the adapter itself is one"
 
 
+@pytest.mark.further(learnt=True)  # read by the same code, from another folder
 @pytest.mark.parametrize("learnt", [False, True])
 def test_heads_are_read_again_from_their_files(
     bench: Bench, tmp_path: Path, learnt: bool, caplog: pytest.LogCaptureFixture
