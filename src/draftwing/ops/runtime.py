@@ -62,10 +62,12 @@ class Runtime:
         if self.device.type == "cpu":
             return None
         first = rows(torch.zeros(1, dtype=torch.int64))
-        out = torch.empty(count, first.shape[1], dtype=first.dtype, device=self.device)
-        for ids in torch.arange(count).split(max(_UPLOADED // first.nbytes, 1)):
-            out[ids[0] : ids[0] + len(ids)].copy_(rows(ids))
-        return out
+        return filled(torch.empty(count, first.shape[1], dtype=first.dtype, device=self.device), rows)
+
+    def host_matrix(self, rows: Callable[[Tensor], Tensor], count: int) -> Tensor | None:
+        """Returns the same matrix in the host's memory, as a tensor of the device, which reads it from there; None
+        where it is better held by the device."""
+        return None
 
     def round_up_rows(self, count: int) -> int:
         """Returns as how many rows so many of a prompt are best multiplied outside of graphs."""
@@ -79,6 +81,13 @@ class Runtime:
 
     def probe_device(self) -> None:
         """Finds out what kernels ask of the device, for a compiler that traces their launches must not do so."""
+
+
+def filled(out: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns out [count, n], into which it has put what `rows` gives, a part at a time."""
+    for ids in torch.arange(len(out)).split(max(_UPLOADED // (out.shape[1] * out.itemsize), 1)):
+        out[ids[0] : ids[0] + len(ids)].copy_(rows(ids))
+    return out
 
 
 RECORDED_ROWS = 16  # steps of up to so many are recorded on a CPU

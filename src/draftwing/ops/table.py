@@ -84,7 +84,8 @@ class LayerOps(NormOps, ElementwiseOps, RopeOps, RowOps, LogitOps, GemmOps, Expe
     def __init__(self, runtime: Runtime, *parts: object) -> None:
         """parts: one of each kind of operations. What its kind names is filled in."""
         self.device = runtime.device
-        self.upload_matrix, self.empty_cache = runtime.upload_matrix, runtime.empty_cache
+        self.upload_matrix, self.host_matrix = runtime.upload_matrix, runtime.host_matrix
+        self.empty_cache = runtime.empty_cache
         self.peer_sums = runtime.peer_sums
         for part in parts:
             kind = next(kind for kind in type(self).__mro__ if isinstance(part, kind))

@@ -23,7 +23,8 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  #
 
 @dataclass(frozen=True)
 class MappedFormat(WeightFormat):
-    """Rows as a checkpoint stores them, mapped from its file; a device with memory of its own gets them all."""
+    """Rows as a checkpoint stores them, mapped from its file; a device with memory of its own gets them all, there or
+    in the host's memory (`Runtime.host_matrix`)."""
 
     takes_blocks: ClassVar[bool] = True
 
@@ -101,9 +102,14 @@ class Mapped(Dense):
         return rows
 
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp:
+        count = self.layer.out_features
         mapped = self._kept is not None or bool(self._parts)
-        held = ops.upload_matrix(self.rows, self.layer.out_features) if mapped else None
-        if held is not None:
+        at_host = ops.host_matrix(self.rows, count) if mapped else None
+        held = ops.upload_matrix(self.rows, count) if mapped and at_host is None else None
+        if at_host is not None:
+            self._kept, self._read = at_host, partial(ops.take_rows, at_host)
+            self._parts.clear()
+        elif held is not None:
             self.layer.weight, self._kept = nn.Parameter(held, False), None
             self._parts.clear()
         elif isinstance(self._kept, BlockRows):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from draftwing.ops.attention.triton_decode import partial_bytes
+from draftwing.ops.cuda import host_rows
 from draftwing.ops.peer_sums import triton as peers
 from draftwing.ops.peer_sums.memory import Exchange, NoPeers
 from draftwing.ops.runtime import PeerSums, Runtime
@@ -34,6 +38,9 @@ class TritonRuntime(Runtime):
             return peers.PeerSums(rank, ranks, exchange, self.device)
         except NoPeers as error:
             return str(error)
+
+    def host_matrix(self, rows: Callable[[Tensor], Tensor], count: int) -> Tensor | None:
+        return host_rows.host_matrix(rows, count, self.device) if self.device.type == "cuda" else None
 
     def round_up_rows(self, count: int) -> int:
         return even(count)
