@@ -272,6 +272,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         share_expert_dim=256, moe_num_experts=32, sliding_window=64, num_sliding_attention_heads=16,
         attention_other_setting=None, num_nextn_predict_layers=0, max_position_embeddings=4096,
     ),
+    "mamba": grown("mamba-2.8b-hf", intermediate_size=2 * HIDDEN, time_step_rank="auto"),
+    "falcon-mamba": grown("falcon-mamba-7b", intermediate_size=2 * HIDDEN, time_step_rank="auto"),
+    "mamba-2": grown(
+        "mamba-codestral-7b", intermediate_size=2 * HIDDEN, num_heads=32, head_dim=64, n_groups=8, state_size=128
+    ),
+    "llama-3.2-vision": grown("llama-3.2-11b-vision-instruct", architectures=["MllamaForCausalLM"]),
     "dots": grown("dots.llm1.inst", moe_intermediate_size=256),
 }  # fmt: skip
 CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}

@@ -234,7 +234,15 @@ FLOORS = (
     KdaConfig(4, 16, 3, direct=True, floor=-1.0),
 )
 MAMBA1 = (Mamba1Config(64, 16, 32, 4), ATTENTION, Mamba1Config(96, 16, 32, 3, conv_bias=False))
-HYBRIDS: dict[str, tuple[MixerConfig, ...]] = {"delta": DELTA, "mamba": MAMBA, "kimi": KIMI, "floors": FLOORS}
+# Without attention: of the first nothing is kept by token.
+ALONE = (Mamba2Config(2, 4, 16, 32, 4), Mamba2Config(4, 4, 32, 16, 3, conv_bias=False))
+MAMBA1_ALONE = (
+    Mamba1Config(64, 16, 32, 4, norms="bare", norm_eps=1e-5),
+    Mamba1Config(96, 16, 32, 3, conv_bias=False, norms=False),
+)
+HYBRIDS: dict[str, tuple[MixerConfig, ...]] = {
+    "delta": DELTA, "mamba": MAMBA, "kimi": KIMI, "floors": FLOORS, "alone": ALONE,
+}  # fmt: skip
 # All that run beside others, and from graphs.
 RECURRENT = {**HYBRIDS, "convolutions": (ShortConvConfig(64, 3), ATTENTION, ShortConvConfig(32, 4))}
 

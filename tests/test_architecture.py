@@ -55,7 +55,7 @@ MAY_NAME = {
     "train.evaluate": "a sentence of a model card",
 }
 FAMILY = re.compile(
-    r"afmoe|apertus|arcee|bailing|bamba|(?<!sentence_)bert|cohere|cwm|decilm|deepseek|dots1|ernie|exaone|falcon|gemma|glm|gpt_?oss|gpt2lm|gpt_?bigcode|granite|helium|hunyuan|hy_?v3|hyperclova|internlm|jais|jamba|kimi|laguna|lfm[23]|(?<!o)llama(?!\.cpp|_arg)|mellum|mimo|minicpm|minimax|nanochat|"
+    r"afmoe|apertus|arcee|bailing|bamba|(?<!sentence_)bert|cohere|cwm|decilm|deepseek|dots1|ernie|exaone|falcon|gemma|glm|gpt_?oss|gpt2lm|gpt_?bigcode|granite|helium|hunyuan|hy_?v3|hyperclova|internlm|jais|jamba|kimi|laguna|lfm[23]|mamba2?for|(?<!o)llama(?!\.cpp|_arg)|mellum|mimo|minicpm|minimax|nanochat|"
     r"nemotron|neox|mi(?:ni)?stral|mixtral|olmo|phi(?:[34]|for|moe)|qwen|sarvam|seed_?oss|smollm3|solar|stablelm|starcoder|step3p|youtu",
     re.IGNORECASE,
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from exactness import CHAIN, DEEP, OWN_CUDA, TOKENS, TREE, answer, case_of
-from layer_kinds import HYBRIDS, MAMBA1, config_of
+from layer_kinds import HYBRIDS, MAMBA1, MAMBA1_ALONE, config_of
 
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.engine.devices import pick_device
@@ -29,9 +29,12 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="session", params=[*HYBRIDS, pytest.param("mamba1", marks=pytest.mark.exhaustive)])
+MAMBA1S = {"mamba1": MAMBA1, "mamba1 alone": MAMBA1_ALONE}
+
+
+@pytest.fixture(scope="session", params=[*HYBRIDS, *(pytest.param(k, marks=pytest.mark.exhaustive) for k in MAMBA1S)])
 def case(request, harness, one_thread):
-    mixers = {**HYBRIDS, "mamba1": MAMBA1}[request.param]
+    mixers = {**HYBRIDS, **MAMBA1S}[request.param]
     return case_of(harness, partial(harness.model_of, config_of(mixers, harness.CONTEXT)))
 
 

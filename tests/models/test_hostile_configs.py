@@ -76,6 +76,9 @@ PUBLISHED |= {
         "lfm3-1.7b",
         "ling-3.0-tiny",
         "llama-3.3-nemotron-super-49b",
+        "falcon-mamba-7b",
+        "mamba-2.8b-hf",
+        "mamba-codestral-7b",
         "mellum2-12b-a2.5b",
         "minicpm4-8b",
         "ministral-8b-transformers-5",
@@ -91,6 +94,7 @@ PUBLISHED |= {
         "youtu-llm-2b",
     )
 }
+PUBLISHED["MLLAMA"] = published("llama-3.2-11b-vision-instruct")
 PUBLISHED["CHATGLM3"] = published("glm-4-9b-chat") | {"architectures": ["ChatGLMForConditionalGeneration"]}
 PUBLISHED["EXAONE_MOE"] = published("k-exaone-236b-a23b") | {"architectures": ["ExaoneMoeForCausalLM"]}
 PUBLISHED["PHIMOE"] = published("phi-3.5-moe") | {"architectures": ["PhimoeForCausalLM"]}

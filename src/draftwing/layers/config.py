@@ -274,8 +274,8 @@ class LayerConfig:
 
     def check(self) -> None:
         """Raises CheckpointError for sizes that cannot be."""
-        if self.ffn < 0 or not (self.has_mlp or self.mixes):
-            raise CheckpointError(f"ffn must be at least 1, found {self.ffn}")
+        if self.ffn < 0:
+            raise CheckpointError(f"ffn must be at least 0, found {self.ffn}")
         if self.experts is not None:
             self.experts.check()
             if self.experts.shared and self.mlp_bias:
@@ -477,7 +477,7 @@ class MixerConfig(ABC):
 
 @dataclass(frozen=True)
 class NoMixer(MixerConfig):
-    """Of a layer that is an MLP alone."""
+    """Of a layer that is an MLP alone, or nothing."""
 
     def keeps(self) -> None:
         return None
@@ -501,6 +501,10 @@ class Nothing(Mixer):
     needs_chunks = False
     before_attention = 0
     pool_layer = -1
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None) -> Tensor:
+        assert residual is not None  # of a layer without an MLP, too
+        return residual
 
     def linears(self) -> list[Linear]:
         return []

@@ -1,5 +1,5 @@
-"""State-space layers of Mamba-1 (Gu and Dao 2023, arXiv 2312.00752) in place of a layer's attention, with norms of step
-sizes, B and C (Lieber et al. 2024, arXiv 2403.19887).
+"""State-space layers of Mamba-1 (Gu and Dao 2023, arXiv 2312.00752) in place of a layer's attention, perhaps with norms
+of step sizes, B and C (Lieber et al. 2024, arXiv 2403.19887).
 
 They run on the operation of gated delta nets as Mamba-2 does: each channel is a value head of one element, and each
 element of its state has a decay of its own (`DeltaSpec.by_state`). B, C and step sizes are made of what the convolution
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from draftwing.kv.pool import DeltaSpec, StateSpec
 from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes, check_taps
 from draftwing.layers.linear import Linear
-from draftwing.layers.norm import RMSNorm
+from draftwing.layers.norm import norm_of
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
 from draftwing.ops.table import LayerOps
@@ -32,13 +33,16 @@ _NORMS = ("dt", "b", "c")
 @dataclass(frozen=True)
 class Mamba1Config(MixerConfig):
     """channels: that have a state each, of `state_size`, on this rank.  step_rank: values of which their step sizes are
-    made."""
+    made.  norms: whether there are those of step sizes, B and C, "bare": without weights.  norm_eps: of these, 0: that
+    of the layer's."""
 
     channels: int
     state_size: int
     step_rank: int
     conv_width: int
     conv_bias: bool = True
+    norms: bool | Literal["bare"] = True
+    norm_eps: float = 0.0
 
     def keeps(self) -> StateSpec:
         net = DeltaSpec(1, self.channels, self.state_size, 1, conv_width=1, corrects=0, by_state=True)
@@ -77,6 +81,7 @@ class Mamba1Config(MixerConfig):
             *(
                 StoredVector(f"mamba.{name}_layernorm.weight", f"norms.{name}.weight", size, is_norm=True)
                 for name, size in zip(_NORMS, self.small, strict=True)
+                if self.norms is True
             ),
         ]
 
@@ -97,13 +102,9 @@ class Mamba1(Mixer):
         self.small = place.linear(sum(config.small), config.channels * self._ranks.size)
         self.step = place.linear(config.channels, config.step_rank)
         self.out = place.out("out", config.channels)
-        norm = place.layer.norm
-        self.norms = nn.ModuleDict(
-            {
-                name: RMSNorm(size, norm.eps, norm.dtype(place.dtype), place.device)
-                for name, size in zip(_NORMS, config.small, strict=True)
-            }
-        )
+        norm = replace(place.layer.norm, eps=config.norm_eps or place.layer.norm.eps, bare=config.norms == "bare")
+        sizes = zip(_NORMS, config.small, strict=True) if config.norms else ()
+        self.norms = nn.ModuleDict({name: norm_of(norm, size, place.dtype, place.device) for name, size in sizes})
 
         def wide(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=place.device), False)
@@ -128,10 +129,8 @@ class Mamba1(Mixer):
         made = attend.short_conv(self.pool_layer, torch.cat((gates, gates, u), 1), self.conv[:, 0]).double()
         u = F.silu(made if self.conv_bias is None else made + self.conv_bias).to(x.dtype)
         of_all = u if self._ranks.size == 1 else self._ranks.gather_side_by_side(u, self.ops)
-        dt, b, c = (
-            self.norms[name](part.contiguous())
-            for name, part in zip(_NORMS, self.small(of_all).split(self._sizes, 1), strict=True)
-        )
+        parts = [part.contiguous() for part in self.small(of_all).split(self._sizes, 1)]
+        dt, b, c = (self.norms[name](part) for name, part in zip(_NORMS, parts, strict=True)) if self.norms else parts
         weights = DeltaWeights(self.conv[:, 0], self.decay, self.dt_bias, self.no_norm, 0.0, self._spec, skip=self.skip)
         step = self.step(dt)
         return self.out(

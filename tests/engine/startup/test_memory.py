@@ -109,6 +109,17 @@ def test_states_take_their_share_of_the_pool(hybrid, monkeypatch):
         sizing.size_pool(options(max_total_tokens=640, state_memory_fraction=0.01), hybrid, 10**6, 0)
 
 
+@pytest.mark.parametrize("tokens", [None, 640, 5])
+def test_a_model_that_keeps_nothing_of_tokens_has_room_for_states(harness, hybrid, tokens):
+    """Mamba-2 without attention: of a pool of tokens no bytes follow."""
+    model = harness.model_of(config_of(HYBRIDS["alone"], harness.CONTEXT))
+    rig = hybrid._replace(model=model)
+    each = 4 * (4 * 16 * 32 + 3 * 128) + 4 * (4 * 16 * 32 + 2 * 256)
+    size = sizing.size_pool(options(max_total_tokens=tokens), rig, 1000, 0)
+    assert size.tokens == (tokens or 2 * 6 * 1000)
+    assert size.states == 6 * 2 + size.tokens // 64 and size.states * each < GB
+
+
 def test_no_more_requests_run_than_have_states_and_records(hybrid):
     asked = options()
     for budget in range(3 * STATE + 2 * RECORDS, 12 * STATE + 7 * RECORDS, 1000):

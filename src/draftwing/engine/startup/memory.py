@@ -40,6 +40,7 @@ LAYER_BYTES = 64 << 10
 STAGE_BYTES = 512 << 10
 FLYING = 128  # the part of CUDA memory that copies to host memory may take at once, and those from there (`host_level`)
 SLACK = 0.02  # share of CUDA memory that is left alone: fragments, other processes' ups and downs
+NOTED_BYTES = 64  # about what lists of a pool's tokens take of each, where no layer keeps anything of it
 TRIAL_TOKENS = 8192  # prompt tokens of a trial step where the user sets no limit
 
 
@@ -92,13 +93,18 @@ class PoolSize(NamedTuple):
 
 def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> PoolSize:
     """Decides how large the pool is. length: of a row of the row table. Raises ConfigError where there is no room."""
-    slot_bytes = max(KVPool.bytes_per_slot(rig.layers, rig.kv_dtype) + hidden_bytes(options, rig), 1)
+    kept = KVPool.bytes_per_slot(rig.layers, rig.kv_dtype) + hidden_bytes(options, rig)
+    slot_bytes = kept or NOTED_BYTES
     fraction = options.state_memory_fraction if delta_specs(rig.layers) else 0.0
-    if options.max_total_tokens:
+    if options.max_total_tokens and kept:
         tokens = options.max_total_tokens
         budget = int(tokens * slot_bytes * fraction / (1 - fraction))
         return PoolSize(tokens, state_slots(options, rig, budget, tokens))
     budget = pool_budget(options, rig, length, graph_size, slot_bytes)
+    if not kept:  # states have what the lists of tokens leave
+        assert options.max_running_requests
+        tokens = options.max_total_tokens or min(2 * options.max_running_requests * length, budget // 16 // slot_bytes)
+        return PoolSize(tokens, state_slots(options, rig, budget - tokens * slot_bytes, tokens))
     dtype = rig.model.dtype
     # CUDA has room for those of all rows already. On a CPU memory is taken as rows are first used.
     records = 0 if rig.device.has_own_memory else record_bytes(rig.layers, 0, rig.nodes, dtype)

@@ -41,6 +41,7 @@ from draftwing.models.families import (
     lfm3,
     llama,
     llama4,
+    mamba,
     mimo,
     minicpm,
     minimax,
@@ -71,7 +72,7 @@ _MODULES = (
     smollm3, phi, olmo, exaone, ernie, seed_oss, granite, granite_hybrid, nemotron_h, falcon_h1, dots, cohere, hunyuan,
     apertus, arcee, bailing, stablelm, starcoder, neox, nemotron, solar, minicpm, kimi_linear, internlm, bamba, deci,
     bailing_hybrid, lfm3, afmoe, jamba, bert, laguna, chatglm, nanochat, falcon, gpt2,
-    step3,
+    step3, mamba,
 )  # fmt: skip
 # By architecture, as `architectures` of a config.json has it. Installed packages add theirs.
 FAMILIES: dict[str, Family] = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}

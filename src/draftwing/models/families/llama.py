@@ -1,13 +1,16 @@
-"""Llama, and what is like it: Mistral, Ministral 3, Mixtral with its experts, CWM with windows, and Helium."""
+"""Llama, and what is like it: Mistral, Ministral 3, Mixtral with its experts, CWM with windows, Helium, and the text of
+Llama 3.2 Vision, some of whose layers read images alone."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from draftwing.layers.config import ExpertConfig
+from draftwing.errors import CheckpointError
+from draftwing.layers.config import ExpertConfig, LayerConfig, NoMixer
 from draftwing.models.families.tiles_images import split_tower
 from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, Whole, softmax_experts
-from draftwing.models.fields import MAX_LAYERS, Fields, Values
+from draftwing.models.fields import LARGEST, MAX_LAYERS, Fields, Values
 from draftwing.models.positions import FULL, SLIDING
 
 
@@ -24,6 +27,29 @@ def _cwm_keys(fields: Fields) -> dict[str, Any]:
     return said if fields.get("rope_parameters") or fields.get("rope_scaling") else said | {"rope_scaling": _CWM_ROPE}
 
 
+_CROSS = "cross_attention_layers"
+
+
+def _mllama_keys(fields: Fields) -> dict[str, Any]:
+    """Says that tokens of images have rows in the table of embeddings, and none in the head."""
+    fields.check("tie_word_embeddings", (False,))
+    count = fields.whole("vocab_size", high=LARGEST - _OF_IMAGES)
+    return {"vocab_size": count + _OF_IMAGES, "output_vocab_size": count}
+
+
+def _with_images_alone(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    """Returns layers of which those that read images do nothing, as without images."""
+    named = fields.get(_CROSS)
+    named = [*range(3, 40, 5)] if named is None else named
+    if not isinstance(named, list) or not all(type(one) is int and one >= 0 for one in named):
+        raise fields.unlike(_CROSS, "a list of numbers of layers")
+    if {*range(count)} <= {*named}:
+        raise CheckpointError(f"{fields.where}: expected a layer that does not read images, found none")
+    nothing = replace(layer, mixer=NoMixer(), ffn=0)
+    return tuple(nothing if i in named else layer for i in range(count))
+
+
+_OF_IMAGES = 8
 _CWM_ROPE = {
     "rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
@@ -73,6 +99,17 @@ FAMILIES = {
     ),
     "HeliumForCausalLM": Family(
         "helium", o_bias=False, head_dim=128, theta=1e5, eps=1e-8, wide_norms=True, rope_interleaved=True
+    ),
+    "MllamaForCausalLM": Family(
+        "mllama_text_model",
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        eps=1e-5,
+        theta=5e5,
+        keys=_mllama_keys,
+        layers=_with_images_alone,
+        wholes={"MllamaForConditionalGeneration": Whole("mllama", {})},
     ),
     "Ministral3ForCausalLM": Family(
         "ministral3",
