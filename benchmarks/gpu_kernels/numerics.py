@@ -1,13 +1,14 @@
 """What the promise costs: an engine with the default numerics beside one with `--fast-numerics`, by model.
 
     python benchmarks/gpu_kernels/numerics.py [--models 8b,27b-fp8,glm-4.7-flash,gpt-oss-20b] [--modes default,fast]
-        [--requests 1,16,64] [--prompts 1x4000,8x4000,4x11000] [--profile] [--out FILE] [option=value ...]
+        [--requests 1,16,64] [--prompts 1x4000,8x4000,4x11000] [--profile] [--floors]
+        [--out FILE] [option=value ...]
 
 Random weights in published shapes. Prompts are random tokens, which no cache knows: seconds until the first tokens of
 all, the best of `--runs`. Then answers of 128 tokens behind prompts of 100, in tokens/s while all write: `plain`, and
 as chains of three drafts, 1.5 of them accepted (simulated), by the model's prediction layer or an EAGLE-3 head. The
 floor of a plain step of one row is the time to read its weights. --profile: milliseconds of kernels of one prompt, and
-of some steps of the most requests.
+of some steps of the most requests. --floors: the same by kinds, beside what their bytes or operations take on an H200.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
+from floors import by_kind, floors, table  # noqa: E402
 from hybrid_gpu import config_of  # noqa: E402
 from load_runs import drive, fixed_shapes, jobs_of, let_go, listed, machine, options_of, pinned, watched  # noqa: E402
 from reference import hf_configs as real  # noqa: E402
@@ -63,6 +66,7 @@ ACCEPT_LENGTH, CHAIN = 2.5, (3, 1, 4)
 LENGTHS = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
 FIRST, LAST = 1000, 4000  # between which a prompt's tokens lie
 SHOWN = 24  # kernels of a profile
+PROMPT, SHORT, STEPS = 4000, 8, 24  # tokens of a prompt and of a short answer, and of one that is longer so many more
 
 
 def engine_of(folder: Path, name: str, fast: bool, given: dict[str, Any]) -> Engine:
@@ -114,19 +118,39 @@ def prompt_seconds(engine: Engine, count: int, length: int, runs: int) -> float:
     return min(took)
 
 
-def kernels_of(call: Callable[[], object]) -> list[tuple[str, float, int]]:
-    """Returns kernels of what is called with their milliseconds and calls, the longest first."""
+def kernels_in_order(call: Callable[[], object]) -> list[tuple[str, float]]:
+    """Returns the kernels of what is called, as they began, with their milliseconds."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         call()
         torch.cuda.synchronize()
+    events = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [(event.name, event.device_time / 1e3) for event in sorted(events, key=lambda event: event.time_range.start)]
+
+
+def kernels_of(call: Callable[[], object]) -> list[tuple[str, float, int]]:
+    """Returns kernels of what is called with their milliseconds and calls, the longest first."""
     by: dict[str, list[float]] = defaultdict(list)
-    for event in seen.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            by[event.name].append(event.device_time / 1e3)
+    for name, ms in kernels_in_order(call):
+        by[name].append(ms)
     found = [(name, sum(times), len(times)) for name, times in by.items()]
     return sorted(found, key=lambda each: -each[1])
+
+
+def by_floor(engine: Engine, count: int) -> dict[str, list[str]]:
+    """Returns tables of a prompt and of a plain step of so many rows: kinds of kernels, beside their floors. A step is
+    what answers that are longer take more, by their tokens."""
+    at_once = kernels_in_order(lambda: prompt_seconds(engine, 1, PROMPT, 1))
+    answers = []
+    for tokens in (SHORT, SHORT + STEPS):
+        call = partial(answers_per_second, engine, PLAIN, count, tokens)
+        answers.append(by_kind(kernels_in_order(call)))
+    step = {kind: (ms - answers[0].get(kind, 0.0)) / STEPS for kind, ms in answers[1].items()}
+    with torch.inference_mode():
+        of_prompt, of_step = floors(engine.parts, 1, PROMPT, PROMPT), floors(engine.parts, count, 1, 100 + SHORT)
+    return {f"a prompt of {PROMPT}, ms, floor": table(by_kind(at_once), of_prompt),
+            f"a step of {count}, ms, floor": table(step, of_step)}  # fmt: skip
 
 
 def measured(name: str, fast: bool, args: argparse.Namespace) -> dict[str, Any]:
@@ -149,6 +173,8 @@ def measured(name: str, fast: bool, args: argparse.Namespace) -> dict[str, Any]:
             for count in args.requests:
                 key = f"{'plain' if shape == PLAIN else 'chains'} {count}"
                 found[key] = {k: round(v, 3) for k, v in answers_per_second(engine, shape, count, args.tokens).items()}
+        if args.floors:
+            found |= by_floor(engine, args.requests[-1])
         calls: dict[str, Callable[[], object]] = {
             "a prompt": lambda: prompt_seconds(engine, 1, 4000, 1),
             "steps": lambda: answers_per_second(engine, shapes[-1] if shapes else PLAIN, args.requests[-1], 16),
@@ -173,6 +199,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--floors", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("options", nargs="*", metavar="option=value")
     args = parser.parse_args()
