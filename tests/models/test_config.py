@@ -182,6 +182,26 @@ def test_mlps_by_layer() -> None:
             from_hf({**GLM47_FLASH, "mlp_layer_types": wrong})
 
 
+@pytest.mark.parametrize("name", ["mellum2-12b-a2.5b", "hy3-preview", "laguna-m.1", "step-3.5-flash"])
+def test_kinds_of_mlps_that_nobody_knows(name: str) -> None:
+    config = published(name)
+    count = config["num_hidden_layers"]
+    kinds = ["dense", *["sparse"] * (count - 1)]
+    config = {key: value for key, value in config.items() if key != "first_k_dense_replace"}
+    found = from_hf(config | {"mlp_layer_types": kinds})
+    assert [layer.experts is None for layer in found.layers] == [True] + [False] * (count - 1)
+    for wrong in (["dense", "moe", *kinds[2:]], ["linear"] * count, kinds[:-1]):
+        with pytest.raises(CheckpointError, match=f"mlp_layer_types: expected .* for each of {count} layers"):
+            from_hf(config | {"mlp_layer_types": wrong})
+
+
+@pytest.mark.parametrize(("name", "count"), [("mimo-v2-flash", 2), ("laguna-m.1", 2), ("step-3.5-flash", 0)])
+def test_experts_for_all_rows_that_a_family_has_not(name: str, count: int) -> None:
+    """Others read the key; these have none, or one by another key."""
+    with pytest.raises(CheckpointError, match=f"n_shared_experts = {count} is not supported"):
+        from_hf(published(name) | {"n_shared_experts": count})
+
+
 @pytest.mark.parametrize(
     ("said", "scale"), [({}, 0.707), ({"attention_value_scale": None}, 1.0), ({"attention_value_scale": 0.5}, 0.5)]
 )

@@ -748,8 +748,9 @@ def test_gradients_equal_transformers(pair: tuple[Any, DecoderModel]) -> None:
             each = [name.replace("attention.query_key_value", f"self_attn.{one}_proj") for one in "qkv"]
             expected = torch.cat([theirs[one].grad for one in each])
         largest, own = float(expected.abs().max()), part._replace(added=0.0)
+        # Those of Granite Swash are small: logits are divided by 8, and beside embeddings times 12 layers add little.
         assert largest > 1e-4
-        near = min(1e-4, largest / 50)
+        near = min(1e-4, largest / 1000)
         torch.testing.assert_close(own.stored(own.of(found[part.param].grad)), expected, atol=near, rtol=1e-3)
     model.set_max_positions(256)
 

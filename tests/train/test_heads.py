@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from decoder_configs import changed
+from published import written
 from reference.checkpoints import llama_target
 
 from draftwing.engine.devices import pick_device
@@ -17,7 +18,7 @@ from draftwing.models.heads.config import BlockConfig
 from draftwing.models.loader import load_model
 from draftwing.train.capture import Causal, FeatureModel
 from draftwing.train.checkpoint import save_head
-from draftwing.train.heads import TargetHead, load_mean, new_block_head, new_eagle3_head
+from draftwing.train.heads import TargetHead, load_mean, new_block_head, new_eagle3_head, new_eagle_head
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,6 +41,25 @@ def test_logits_of_some_tokens_and_whether_the_best_is_among_them(dtype):
     clear = best[:, 0] - best[:, 1] > 2**-6 * best[:, 0].abs()  # more than rounding to bfloat16 can turn round
     assert clear.sum() > 300 and 0 < member[clear].sum() < clear.sum()
     assert torch.equal(known[clear], member[clear])
+
+
+@pytest.mark.parametrize("row", ["gpt2", "nemotron-3-nano-30b-a3b", "mamba-codestral-7b", "mamba-2.8b-hf"])
+def test_heads_of_targets_that_have_other_parts(tmp_path, row):
+    """A head has attention and an MLP, whatever the target's first layer is, and no table of positions."""
+    theirs = written(tmp_path, row)
+    target = load_model(tmp_path, torch.float32, "cpu")
+    ids = torch.arange(7)
+    heads = [
+        new_eagle3_head(target, None),
+        new_eagle_head(target),
+        new_block_head(target, BlockConfig((1, 3), 4, 63, False, (), ())),
+    ]
+    features = FeatureModel(target, heads[0].aux_layers, pick_device("cpu")).batch([ids])
+    torch.testing.assert_close(TargetHead(target)(features[0][1]), theirs(ids[None]).logits[0], rtol=0, atol=1e-4)
+    for head in heads:
+        layer, hidden = head.config.layers[0], target.config.hidden_size
+        assert layer.ffn >= hidden // 2 and head.config.attention.heads * head.config.attention.head_dim >= hidden
+        assert head.config.matrix_weights == head.config.layer_weights + 2 * target.config.vocab_size * hidden
 
 
 def test_a_fresh_head_does_what_the_last_layer_does(tmp_path):

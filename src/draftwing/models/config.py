@@ -7,6 +7,7 @@ fluent but wrong text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,13 +94,21 @@ class ModelConfig:
     @property
     def attention(self) -> AttentionConfig:
         """Returns attention of the first layer that has it: whose sizes draft heads take. Of latent attention what its
-        heads would be without latents."""
+        heads would be without latents; of a model without attention heads of 128 elements."""
         mixers = [layer.mixer for layer in self.layers]
         mixers = [mixer.attention if isinstance(mixer, HybridConfig) else mixer for mixer in mixers]
         latent = next((mixer for mixer in mixers if isinstance(mixer, LatentAttentionConfig)), None)
         if latent is not None:
             return AttentionConfig(latent.heads, latent.heads, latent.plain + latent.turned)
-        return next(mixer for mixer in mixers if isinstance(mixer, AttentionConfig))
+        found = next((mixer for mixer in mixers if isinstance(mixer, AttentionConfig)), None)
+        size = math.gcd(self.hidden_size, 128)
+        return found or AttentionConfig(self.hidden_size // size, self.hidden_size // size, size)
+
+    @property
+    def mlp_size(self) -> int:
+        """Returns the width of the first layer's MLP that there is, which draft heads take; of a model without one
+        four times the hidden size."""
+        return next((layer.ffn for layer in self.layers if layer.ffn), 4 * self.hidden_size)
 
     @property
     def image_token(self) -> int:

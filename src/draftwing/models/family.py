@@ -359,6 +359,16 @@ def layers_by_attention(
     return tuple(replace(layer, mixer=layer.mixer if one else other) for one in attends)
 
 
+def dense_by_kinds(fields: Fields, layers: int) -> frozenset[int] | None:
+    """Returns layers with an MLP in place of experts by `mlp_layer_types`, None where a config does not say."""
+    kinds = fields.texts("mlp_layer_types")
+    if not kinds:
+        return None
+    if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
+        raise fields.unlike("mlp_layer_types", f"dense or sparse for each of {layers} layers")
+    return frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
+
+
 def first_of(fields: Fields) -> Fields:
     """Returns the metadata of a GGUF file with numbers of the first layer in place of one for each."""
     named = {key: fields.get(key) for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length")}

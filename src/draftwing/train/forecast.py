@@ -74,7 +74,7 @@ def head_size(settings: Settings, target: ModelConfig, aux_layers: int) -> HeadS
     """Returns the sizes of a fresh head. aux_layers: how many hidden states it reads."""
     how, hidden, vocab = settings.training, target.hidden_size, target.vocab_size
     attention = target.attention
-    layer = attention.weights(hidden) + 3 * hidden * (settings.ffn_size or target.layers[0].ffn)
+    layer = attention.weights(hidden) + 3 * hidden * (settings.ffn_size or target.mlp_size)
     if how.block:
         block = settings.block_steps or how.block
         drafted = settings.draft_vocab_size

@@ -374,9 +374,9 @@ def _layer_config(target: ModelConfig, ffn_size: int, layers: int = 1, **switche
 
     Its rotary base is the target's. Scaling is not taken over, as published heads do not have it either.
     """
-    norm, first = NormConfig(target.norm.eps), target.layers[0]
+    norm = NormConfig(target.norm.eps)
     attention = AttentionConfig(*target.attention.shape, **switches)
-    layer = LayerConfig(target.hidden_size, attention, ffn_size or first.ffn, norm)
+    layer = LayerConfig(target.hidden_size, attention, ffn_size or target.mlp_size, norm)
     return replace(
         target,
         architecture=PLAIN_FAMILY,
@@ -389,6 +389,7 @@ def _layer_config(target: ModelConfig, ffn_size: int, layers: int = 1, **switche
         head_bias=False,
         own_rows=0,
         normed_embeddings=False,
+        learned_positions=0,
         stored_rows=0,
         weight_format=DENSE,
     )

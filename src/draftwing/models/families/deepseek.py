@@ -13,7 +13,17 @@ from draftwing.layers.config import ExpertConfig, LayerConfig
 from draftwing.layers.indexer import IndexConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.rope import yarn_attention_factor
-from draftwing.models.family import SIGMOID, SOFTMAX, UNSAID, ExpertMetadata, ExpertNames, Family, InGGUF, Whole
+from draftwing.models.family import (
+    SIGMOID,
+    SOFTMAX,
+    UNSAID,
+    ExpertMetadata,
+    ExpertNames,
+    Family,
+    InGGUF,
+    Whole,
+    dense_by_kinds,
+)
 from draftwing.models.fields import WIDEST, Fields, Values, max_experts
 from draftwing.models.positions import rope_fields
 from draftwing.ops.experts.routing import Routing
@@ -157,12 +167,9 @@ def dense_layers(fields: Fields, layers: int) -> frozenset[int]:
     """Returns layers with an MLP in place of experts, by `mlp_layer_types` or `first_k_dense_replace`."""
     if fields.whole("moe_layer_freq", default=1) != 1:
         raise fields.unsupported("moe_layer_freq", fields.get("moe_layer_freq"))
-    kinds = fields.texts("mlp_layer_types")
-    if not kinds:
-        return frozenset(range(fields.whole("first_k_dense_replace", 0, layers, min(1, layers))))
-    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-        raise fields.unlike("mlp_layer_types", f"dense or sparse for each of {layers} layers")
-    return frozenset(i for i, kind in enumerate(kinds) if kind == "dense")
+    found = dense_by_kinds(fields, layers)
+    first = fields.whole("first_k_dense_replace", 0, layers, min(1, layers)) if found is None else 0
+    return frozenset(range(first)) if found is None else found
 
 
 # ---- GGUF files ------------------------------------------------------------------------------------------------------

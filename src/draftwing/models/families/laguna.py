@@ -28,7 +28,7 @@ _ROPES = {  # of a config that has none
 def _keys(fields: Fields) -> dict[str, Any]:
     for key, served in (
         ("moe_router_logit_softcapping", 0), ("moe_apply_router_weight_on_input", False), ("norm_topk_prob", True),
-        ("attention_bias", False),
+        ("attention_bias", False), ("n_shared_experts", 1),
     ):  # fmt: skip
         fields.check(key, (served,))
     if fields.get("rope_parameters") is None:

@@ -29,6 +29,7 @@ def _keys(fields: Fields) -> dict[str, Any]:
         for kind, begin, theta in ((FULL, "", 5e6), (SLIDING, _SWA, 1e4))
     }
     given = fields.inner("rope_parameters")
+    fields.check("n_shared_experts", (0,))  # of which transformers and the model's own code have none
     for key in _LIKE_OTHERS:
         own = fields.whole(key, high=WIDEST)
         fields.check(f"{_SWA}{key}", (own,))

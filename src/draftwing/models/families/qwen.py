@@ -8,7 +8,7 @@ from typing import Any
 
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.families.qwen_images import tower
-from draftwing.models.family import ExpertMetadata, Family, InGGUF, Whole, softmax_experts
+from draftwing.models.family import ExpertMetadata, Family, InGGUF, Whole, dense_by_kinds, softmax_experts
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, Values
 from draftwing.models.positions import FULL, SLIDING
 
@@ -41,10 +41,6 @@ def _windowed_keys(fields: Fields) -> dict[str, Any]:
     if not fields.get("rope_parameters"):
         said["rope_parameters"] = {FULL: {"rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}}
     return said if fields.texts("layer_types") else {**said, "layer_types": [FULL] * count}
-
-
-def _kinds_of_mlp(fields: Fields, layers: int) -> frozenset[int]:
-    return frozenset(i for i, kind in enumerate(fields.texts("mlp_layer_types")[:layers]) if kind == "dense")
 
 
 def _keys(fields: Fields) -> dict[str, Any]:
@@ -119,7 +115,7 @@ FAMILIES = {
         local_theta=1e4,
         keys=_windowed_keys,
         experts=experts,
-        dense_layers=_kinds_of_mlp,
+        dense_layers=lambda fields, layers: dense_by_kinds(fields, layers) or (),
         predicts="mtp",
         predicts_kind=SLIDING,
         gguf=InGGUF("mellum", experts=ExpertMetadata()),

@@ -11,7 +11,7 @@ from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import ExpertConfig, LayerConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.families.deepseek import experts
-from draftwing.models.family import ExpertNames, Family, Whole, renamed
+from draftwing.models.family import ExpertNames, Family, Whole, dense_by_kinds, renamed
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields
 from draftwing.models.positions import FULL, SLIDING, rope
 
@@ -29,7 +29,7 @@ _BOUNDS = "swiglu_limits", "swiglu_limits_shared"
 _SERVED: dict[str, tuple[Any, ...]] = {
     "gating": (True, "per-head"), "use_head_wise_attn_gate": (True,), "moe_router_activation": ("sigmoid",),
     "use_moe_router_bias": (True,), "norm_expert_weight": (True,), "yarn_only_types": ([FULL],),
-    "attention_bias": (False,), "mlp_bias": (False,),
+    "attention_bias": (False,), "mlp_bias": (False,), "n_shared_experts": (1,),
 }  # fmt: skip
 
 
@@ -101,11 +101,9 @@ def _experts(fields: Fields, layers: int) -> ExpertConfig:
 
 def _dense_layers(fields: Fields, layers: int) -> Collection[int]:
     if fields.get("mlp_layer_types") is not None:
-        kinds = _each(fields, "mlp_layer_types", "", (str,))
-        for kind in {*kinds} - {"dense", "sparse"}:
-            raise fields.unsupported("mlp_layer_types", kind)
         fields.get("moe_layers_enum")  # of which transformers reads nothing then
-        return {i for i, kind in enumerate(kinds) if kind == "dense"}
+        own = fields.overruled({"mlp_layer_types": _each(fields, "mlp_layer_types", "", (str,))})
+        return dense_by_kinds(own, layers) or ()
     said = fields.get("moe_layers_enum")
     if said is None:
         return range(min(_DENSE, layers))
