@@ -61,7 +61,7 @@ MORE: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 0.5},
     "falcon-grouped": {"tie_word_embeddings": False, "bias": False},
     "gpt2": {"tie_word_embeddings": False},
-    "gpt-bigcode": {"tie_word_embeddings": False},
+    "gpt-bigcode": {"tie_word_embeddings": False, "n_inner": 32},
     "falcon": {"tie_word_embeddings": False},
     "mimo-v2": {"attention_bias": False},
     "apertus": {"attention_bias": False},
