@@ -73,6 +73,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4-moe-lite": ("Glm4MoeLite", LATENT),
+    "youtu": (
+        "Youtu",
+        {
+            **{key: value for key, value in LATENT.items() if "moe" not in key and "expert" not in key},
+            "num_experts_per_tok": None,
+            "tie_word_embeddings": False,
+        },
+    ),
     "glm4-moe-lite-halves": ("Glm4MoeLite", {**LATENT, "q_lora_rank": None, "rope_interleave": False}),
     "deepseek-v3.2": ("DeepseekV32", {**LATENT, **INDEX, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
     "glm-5": ("GlmMoeDsa", {**LATENT, **INDEX, "indexer_types": ["full", "shared", "full"]}),
@@ -314,6 +322,11 @@ def _metadata(writer: gguf_package.GGUFWriter, config: Any, predicts: bool) -> N
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_token_list(["a", "<|im_end|>", *(f"t{i}" for i in range(config.vocab_size - 2))])
     writer.add_eos_token_id(1)
+    if config.model_type == "youtu":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_shared_count(0)
+        writer.add_leading_dense_block_count(config.num_hidden_layers)
+        return
     writer.add_expert_count(getattr(config, "n_routed_experts", 0) or config.num_local_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     softmax = config.model_type == "deepseek_v2"

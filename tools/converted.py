@@ -53,6 +53,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 READ: dict[str, dict[str, Any]] = {
     "dots.llm1.inst": {"scoring_func": "sigmoid"}, "hunyuan-7b-instruct": {"max_position_embeddings": 32768},
     "pythia-1.4b": {"layer_norm_eps": 1e-5},
+    **{f"granite-swash-{size}": {"no_rope_layers": [0, 1, 1, 1, 0]} for size in ("2b", "3b-a600m")},
 }  # fmt: skip
 # Whose files leave out what llama.cpp does without: chunks, a factor of scores or of queries, windows of no layer,
 # embeddings by layer of tokens of images.

@@ -36,6 +36,8 @@ IN_FILES = {
     "laguna": ("laguna", False), "laguna-defaults": ("laguna", False),
     "afmoe": ("afmoe", False), "mellum": ("mellum", False), "exaone-moe": ("exaone-moe", False),
     "ling2": ("bailingmoe2", False), "ernie4.5-moe-defaults": ("ernie4_5-moe", False),
+    "granite-swa": ("granite_swa", True), "granite-swa-defaults": ("granite_swa", True),
+    "granite-moe-swa": ("granite_swa", True),
     "granite-moe": ("granitemoe", True), "granite-moe-shared": ("granitemoe", True),
     "apertus": ("apertus", False), "arcee": ("arcee", True),
     "hunyuan": ("hunyuan-dense", False), "hunyuan-moe": ("hunyuan-moe", False),
@@ -54,6 +56,7 @@ LIKE = {
     "hy_v3": "exaone-moe",
     "laguna": "step35",
     "cohere2moe": "dots1",
+    "granite_swa": "granitehybrid",
 }  # which the gguf package does not know yet
 IN_CONVERTERS = {
     "gate.expert_bias": "gate.expert_bias.bias", "mlp.expert_bias": "mlp.expert_bias.bias",
@@ -76,6 +79,7 @@ UNSAID: dict[str, dict[str, Any]] = {
         "attention_multiplier": 16**-0.5,
     },
     "dots1": {"sliding_window": None},
+    "granite-swa": {"num_hidden_layers": 4, "layer_rope_theta": [0, 5e4, 5e4, 0]},
     "gemma2": {"query_pre_attn_scalar": 32},
     "olmo3": {"rope_parameters": {"full_attention": {**YARN, "attention_factor": 1.2}, "sliding_attention": PLAIN}},
     "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
@@ -99,6 +103,9 @@ UNSAID: dict[str, dict[str, Any]] = {
         },
     },
 }
+
+
+_SWASH = "granite_swa", "granitemoe_swa"
 
 
 def _head_dim(config: Any) -> int:
@@ -146,7 +153,7 @@ def _add_sizes(writer: gguf_package.GGUFWriter, config: Any, predicts: bool) -> 
         swa = config.rope_parameters["sliding_attention"]
         writer.add_rope_freq_base_swa(swa["rope_theta"])
         writer.add_rope_dimension_count_swa(int(_head_dim(config) * swa.get("partial_rotary_factor", 1)))
-    if config.model_type in ("olmo3", "mellum", "exaone_moe", "laguna", "cohere2_moe"):
+    if config.model_type in ("olmo3", "mellum", "exaone_moe", "laguna", "cohere2_moe", *_SWASH):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if getattr(config, "sliding_window", None) and config.model_type != "smollm3":
         writer.add_sliding_window(config.sliding_window)
@@ -157,6 +164,10 @@ def _add_rope(writer: gguf_package.GGUFWriter, config: Any) -> None:
         return  # positions are learned
     rope, head_dim = config.rope_parameters, _head_dim(config)
     rope = rope.get("full_attention", rope)
+    if config.model_type in _SWASH and config.layer_rope_theta is not None:
+        rope = {**rope, "rope_theta": max(config.layer_rope_theta)}
+        if not all(config.layer_rope_theta):
+            writer.add_array(f"{writer.arch}.attention.rope_pattern", [base > 0 for base in config.layer_rope_theta])
     writer.add_rope_freq_base(rope["rope_theta"] * rope.get("alpha", 1) ** (head_dim / (head_dim - 2)))
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     if rope["rope_type"] == "yarn":
@@ -294,6 +305,13 @@ def write(
         values = value.detach().float().numpy()
         if arch == "llama4" and values.ndim == 3:
             values = values.swapaxes(1, 2).copy()
+        block = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+        if arch == "granite_swa" and (name.endswith("gate_up_proj") or ".input_linear." in name):  # which stay one
+            writer.add_tensor(f"{block}.ffn_{'gate_up_exps' if values.ndim == 3 else 'up_shexp'}.weight", values)
+            continue
+        if name.endswith(".sinks") and arch == "granite_swa":
+            writer.add_tensor(f"{block}.attn_sinks.weight", values)
+            continue
         if (name.endswith("gate_up_proj") and values.ndim == 3) or ".input_linear." in name:
             kind = "exps" if values.ndim == 3 else "shexp"
             for part, half in zip(("gate", "up"), np.split(values, 2, -2), strict=True):

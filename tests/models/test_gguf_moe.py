@@ -26,7 +26,7 @@ from draftwing.parallel.ranks import Absent
 YARN_AS_IN_GGUF = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
 CPU = torch.device("cpu")
 KINDS = ["glm4-moe", "glm4-moe-groups", "minimax-m2"]
-LATENT = ["deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-moe-lite"]
+LATENT = ["deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "glm4-moe-lite", "youtu"]
 
 
 def in_gguf(kind: str, **overrides: Any) -> Any:

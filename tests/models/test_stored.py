@@ -58,6 +58,7 @@ def test_architectures_of_folders_are_those_of_the_loaded_models(tmp_path: Path)
 def test_architectures_of_gguf_files_are_those_of_the_loaded_models(tmp_path: Path, kind: str) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", kind)
     others = {
+        "granite_swa": ("expert_count", "GraniteMoeSWAForCausalLM"),
         "llama": ("expert_count", "MixtralForCausalLM"),
         "olmo2": ("attention.sliding_window", "Olmo3ForCausalLM"),
     }

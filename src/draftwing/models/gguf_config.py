@@ -200,7 +200,7 @@ def _experts(file: GGUFFile, fields: Fields, family: Family) -> ExpertConfig | N
         count,
         _of_groups(fields, top_k, said) if said.grouped else _plain(top_k, said),
         ffn=fields.whole("expert_feed_forward_length", high=WIDEST, default=ffn or None),
-        shared=_shared_width(file, fields) if said.shared else 0,
+        shared=_shared_width(file, fields, family) if said.shared else 0,
         latent=fields.whole("moe_latent_size", 0, WIDEST, 0) if said.latent else 0,
         **said.more,
     )
@@ -222,10 +222,11 @@ def _of_groups(fields: Fields, top_k: int, said: ExpertMetadata) -> Routing:
     )
 
 
-def _shared_width(file: GGUFFile, fields: Fields) -> int:
+def _shared_width(file: GGUFFile, fields: Fields, family: Family) -> int:
     """Returns the width of the expert that all rows go to, 0 where there is none."""
     info = next((info for name, info in file.tensors.items() if name.endswith(".ffn_up_shexp.weight")), None)
-    stored = 0 if info is None else info.shape[0]
+    fused = family.activation in ("silu", "gelu") and not _has(file, "ffn_gate_shexp.weight")  # gates and ups are one
+    stored = 0 if info is None else info.shape[0] // (1 + fused)
     return fields.whole("expert_shared_feed_forward_length", stored, stored, stored)
 
 

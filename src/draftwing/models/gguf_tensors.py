@@ -41,6 +41,7 @@ EXPERT_PARTS = re.compile(rf"blk\.(\d+)\.({'|'.join(EXPERT_TENSORS)})\.(weight|b
 _NORM = re.compile(r"norm(_key|_query|_conv)?\.weight$")
 _JOINED = re.compile(r"(blk\.\d+\.)(ssm_ba|ssm_in)\.weight")  # of delta nets, by key head
 NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
+_SHARED_UP = ".ffn_up_shexp.weight"
 _OF_CONFIG = "rope_freqs.", "rope_factors_", "altup_"
 # Of a prediction layer, copies of the model's embedding and head.
 _NEXTN_COPIES = ".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight"
@@ -113,7 +114,7 @@ def tensors(
             heads, other = divmod(len(rows), config.attention.head_dim)
             rows = rows if other else unpermuted(rows, heads)
         value = value._replace(data=rows) if isinstance(value, BlockRows) else rows
-        for part, one in without_key_heads(name, value, nets[0]) if nets else ((name, value),):
+        for part, one in without_key_heads(name, value, nets[0]) if nets else _gates_apart(name, value, config):
             theirs = hf_name(part, config, own)
             made = _as_in_folders(theirs, one) if isinstance(one, Tensor) else one
             for last, each in ((theirs, made),) if latent is None else of_latents(theirs, made, latent):
@@ -238,6 +239,19 @@ def without_key_heads(name: str, value: Stored, net: DeltaNetConfig) -> Iterator
         assert isinstance(own, Tensor | BlockRows)
         yield f"{match[1]}{part}.weight", own
         first += size
+
+
+def _gates_apart(name: str, value: Stored, config: ModelConfig) -> Iterator[tuple[str, Stored]]:
+    """Yields (name, value) of a tensor, or of two in place of the gates and ups of the expert of all rows in one."""
+    width = 0 if config.experts is None else config.experts.shared
+    rows = len(value.data if isinstance(value, BlockRows) else value)
+    if not name.endswith(_SHARED_UP) or rows != 2 * width:
+        yield name, value
+        return
+    for part, first in (("gate", 0), ("up", width)):
+        own = Cut(0, Share(first, width, rows)).of(name, value)
+        assert isinstance(own, Tensor | BlockRows)
+        yield name.replace("ffn_up_", f"ffn_{part}_"), own
 
 
 def is_copy(name: str, names: Container[str]) -> bool:

@@ -175,8 +175,15 @@ def dense_layers(fields: Fields, layers: int) -> frozenset[int]:
 # ---- GGUF files ------------------------------------------------------------------------------------------------------
 
 
+def _is_dense(file: GGUFFile, fields: Fields) -> bool:
+    """Returns whether a file has no experts, as those of Youtu have none."""
+    return fields.whole("expert_count", 0, default=0) == 0
+
+
 def _is_v2(file: GGUFFile, fields: Fields) -> bool:
     """Returns whether a file has the router of V2, not that of V3 and GLM-4.7-Flash. Files need not say."""
+    if _is_dense(file, fields):
+        return False
     function = fields.whole("expert_gating_func", 0, 255, 0)
     corrected = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
     return not (function == SIGMOID or (corrected and not function))
@@ -303,7 +310,11 @@ FAMILIES = {
         ),
     ),
     "YoutuForCausalLM": Family(
-        "youtu", layers=_dense_latent, tied=True, neutral={**_NEUTRAL, "embedding_initializer_range": None}
+        "youtu",
+        layers=_dense_latent,
+        tied=True,
+        neutral={**_NEUTRAL, "embedding_initializer_range": None},
+        gguf=InGGUF("deepseek2", **_STORED, when=_is_dense),
     ),
     "DeepseekV3ForCausalLM": Family(
         "deepseek_v3",

@@ -9,7 +9,7 @@ from typing import Any
 
 from draftwing.layers.config import ExpertConfig
 from draftwing.models.families.granite_hybrid import NAMES, apart
-from draftwing.models.family import ExpertMetadata, Family, InGGUF, Whole, query_scalar, softmax_experts
+from draftwing.models.family import ExpertMetadata, Family, InGGUF, Whole, each_of, query_scalar, softmax_experts
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields
 from draftwing.models.positions import FULL, SLIDING, rope_fields
 
@@ -64,6 +64,10 @@ def _with_windows(fields: Fields) -> dict[str, Any]:
 
 
 def _nope(fields: Fields, windows: Sequence[int]) -> Collection[int]:
+    """A file has a pattern of layers that turn something, or all do."""
+    if fields.prefix:
+        pattern = each_of(fields, "attention.rope_pattern", len(windows), "biu") or ()
+        return {i for i, turned in enumerate(pattern) if not turned}
     return {i for i, base in enumerate(_bases(fields)) if not base}
 
 
@@ -104,11 +108,19 @@ FAMILIES = {
         experts=_experts,
         gguf=InGGUF("granitemoe", permuted=True, fields=_metadata, experts=ExpertMetadata(shared=True, as_mlp=True)),
     ),
-    "GraniteSWAForCausalLM": Family("granite_swa", **_GRANITE | _SWASH, tied=True),
+    "GraniteSWAForCausalLM": Family(
+        "granite_swa", **_GRANITE | _SWASH, tied=True, gguf=InGGUF("granite_swa", permuted=True)
+    ),
     "GraniteMoeSWAForCausalLM": Family(
         "granitemoe_swa",
         **_EXPERTS | _SWASH | {"expert_names": NAMES._replace(router="block_sparse_moe.router")},
         experts=_shared_experts,
+        gguf=InGGUF(
+            "granite_swa",
+            when=lambda file, fields: fields.whole("expert_count", 0, default=0) > 0,
+            permuted=True,
+            experts=ExpertMetadata(shared=True, as_mlp=True),
+        ),
     ),
     "GraniteMoeSharedForCausalLM": Family("granitemoeshared", **_EXPERTS, experts=_shared_experts),  # GGUF: the same
 }
