@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftwing.engine.devices.put_away import storages_of
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.linear_ops.mapped import MappedFormat
@@ -107,3 +108,14 @@ def test_both_places_have_the_same_rows(ops: TorchOps, monkeypatch: pytest.Monke
         assert torch.equal(replayed.cpu(), held[ids.cpu()])
         ids.copy_(kept)
     assert torch.equal(*found) and torch.equal(found[0].cpu(), held[ids.cpu()])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_engine_that_sleeps_leaves_it_where_it_is() -> None:
+    """As its memory is not the GPU's to give back; it is free again when nobody has it."""
+    held, device = matrix(torch.bfloat16), torch.device("cuda", torch.cuda.current_device())
+    for _ in range(2):  # pages that are locked cannot be locked again
+        found = host_rows.on_device(held, device)
+        assert found.is_cuda and torch.equal(found.cpu(), held) and not storages_of([found])
+        del found
