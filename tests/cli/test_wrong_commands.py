@@ -21,14 +21,14 @@ from draftwing.cli.main import main
 TARGET = llama_target(0, vocab_size=VOCAB, num_hidden_layers=6, max_position_embeddings=128)
 UNREADABLE = b"these are no weights"
 DEEPSEEK: dict[str, Any] = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}
-MAMBA: dict[str, Any] = {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
+RWKV: dict[str, Any] = {"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """What words in braces of the commands stand for: folders, files and addresses."""
     root = tmp_path_factory.mktemp("models")
-    for name, config in {"deepseek": DEEPSEEK, "mamba": MAMBA, "weightless": {}}.items():
+    for name, config in {"deepseek": DEEPSEEK, "rwkv": RWKV, "weightless": {}}.items():
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps(config))
     (root / "empty").mkdir()
@@ -77,7 +77,7 @@ WRONG = [
     ("bench --model {empty}", "no config.json.*" + MODELS),
     ("bench --model {no_gguf}", "not a GGUF file"),
     ("bench {deepseek}", "DeepseekV4ForCausalLM has sparse attention over compressed keys"),
-    ("bench {mamba}", "state-space"),
+    ("bench {rwkv}", "a recurrence without attention"),
     ("bench {target} --context-length 100000", "--context-length 100000 .* 128 positions"),
     ("bench {target} --quantization int4", "--quantization must be one of auto, .*'int4'"),
     (f"{HEAD} {{weightless}}", "no weights in .*expected one of model.safetensors"),

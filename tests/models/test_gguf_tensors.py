@@ -202,7 +202,7 @@ def test_unsupported_metadata_is_refused_by_name(
     ("arch", "missing"),
     [
         ("deepseek4", "sparse attention over compressed keys, and hyper-connections"),
-        ("mamba", "state-space layers of Mamba-1"),
+        ("minimax-m3", "sparse attention"),
         ("bloom", "positions by biases of scores (ALiBi)"),
     ],
 )  # fmt: skip
