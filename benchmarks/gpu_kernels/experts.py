@@ -148,7 +148,8 @@ def compile_one(wanted: Kernels) -> str | None:
     launches: list[precompile.Launch] = []
 
     def note(*, fn: Any, key: str, compile: dict[str, Any], **rest: Any) -> bool:
-        launches.append(precompile.Launch(fn.module, fn.name, compile["specialization_data"]))
+        code = fn.jit_function.cache_key
+        launches.append(precompile.Launch(fn.module, fn.name, compile["specialization_data"], code))
         fn.jit_function.device_caches[precompile._Driver.DEVICE][0][key] = precompile._Nothing()
         return True
 

@@ -4,7 +4,8 @@ experts that were chosen are read. Those of few tokens are `ops.experts.cuda`' w
 Weights that are quantised are dequantised in registers, to the values of `groups.unpacked`. A row's bits depend on that
 row, its expert and the kind of tile. Where they are to be the same in any batch, columns are summed in the order of
 `ops.experts.cuda`: shares of every eighth chunk of 64, of which an instruction takes the sets of 16 that a warp's lanes
-have there, of 32 columns or, where weights are quantised, of 64 (`spread_of`).
+have there, of 32 columns or, where weights are quantised, of 64 (`spread_of`). Weights are an instruction's first
+operand then, from registers: a lane loads columns that lie side by side, and has what it multiplies (`_in_sets`).
 """
 
 # mypy: allow-untyped-defs
@@ -24,7 +25,6 @@ from draftwing.ops.experts.rows import FP8, INT4, INT8, MX, STEP, expert_rows, f
 from draftwing.ops.experts.spec import SWIGLU_ALPHA
 from draftwing.ops.experts.triton import clamped_swiglu_of
 from draftwing.ops.experts.triton_tiles import LARGE_TILE, SMALL_TILE
-from draftwing.ops.gemm.cuda_many import in_sets
 from draftwing.ops.gemm.groups import PackedGroups
 from draftwing.ops.gemm.shapes import SHARES
 from draftwing.ops.gemm.stored import MX_BLOCK, MXRows
@@ -42,11 +42,11 @@ _SHARES = tl.constexpr(SHARES)
 # By kind of weight and pairs of a tile, for products and for gated ones: outputs of a program (of a gated one twice as
 # many rows of the weight), warps, stages.
 SHAPES = {
-    (DENSE, SMALL_TILE): ((32, 4, 4), (32, 4, 4)), (DENSE, LARGE_TILE): ((128, 4, 3), (64, 4, 3)),
+    (DENSE, SMALL_TILE): ((32, 4, 4), (32, 4, 4)), (DENSE, LARGE_TILE): ((64, 4, 4), (64, 4, 3)),
     (INT4, SMALL_TILE): ((64, 4, 4), (32, 4, 4)), (INT4, LARGE_TILE): ((64, 4, 3), (64, 4, 3)),
     (INT8, SMALL_TILE): ((64, 4, 4), (32, 4, 4)), (INT8, LARGE_TILE): ((64, 4, 3), (64, 4, 3)),
-    (FP8, SMALL_TILE): ((64, 4, 4), (32, 4, 4)), (FP8, LARGE_TILE): ((64, 4, 3), (64, 4, 3)),
-    (MX, SMALL_TILE): ((64, 4, 4), (32, 4, 4)), (MX, LARGE_TILE): ((64, 4, 3), (64, 4, 3)),
+    (FP8, SMALL_TILE): ((64, 4, 4), (32, 4, 4)), (FP8, LARGE_TILE): ((64, 4, 3), (64, 4, 4)),
+    (MX, SMALL_TILE): ((64, 4, 4), (32, 4, 4)), (MX, LARGE_TILE): ((128, 4, 4), (64, 4, 3)),
 }  # fmt: skip
 
 
@@ -136,12 +136,20 @@ def _of_words(
 
 
 @triton.jit
+def _in_sets(found, FEATURES: tl.constexpr, STEP: tl.constexpr, SPREAD: tl.constexpr):
+    """found [FEATURES, STEP], columns as they lie -> in the order of a product, in which one of four lanes has pairs
+    that are a quarter of SPREAD apart from its next neighbour's, and are its own where they come from."""
+    parts = tl.reshape(found, [FEATURES, STEP // SPREAD, 4, SPREAD // 16, 2, 2])
+    return tl.reshape(tl.permute(parts, (0, 1, 3, 4, 2, 5)), [FEATURES, STEP])
+
+
+@triton.jit
 def _columns(STEP: tl.constexpr, SPREAD: tl.constexpr):
     """[STEP]: columns of a step in the order of a product. SPREAD: as `spread_of`, 0: as they lie"""
     at = tl.arange(0, STEP)
-    if SPREAD:  # the compiler does not see that four are neighbours
-        at = at // SPREAD * SPREAD + at % 16 // 4 * (SPREAD // 4) + at % SPREAD // 16 * 4 + at % 4
-        at = tl.max_contiguous(tl.multiple_of(at, 4), 4)
+    if SPREAD:  # the compiler does not see that two are neighbours
+        at = at // SPREAD * SPREAD + at % 8 // 2 * (SPREAD // 4) + at % SPREAD // 16 * 4 + at % 16 // 8 * 2 + at % 2
+        at = tl.max_contiguous(tl.multiple_of(at, 2), 2)
     return at
 
 
@@ -158,11 +166,11 @@ def _weight_tile(
     if not EVEN:
         mask &= k < DEPTH
     if KIND == _DENSE:
-        col = k + _columns(STEP, SPREAD)
+        col = k + tl.arange(0, STEP)
         there = mask[:, None]
         if not EVEN:
             there &= (col < DEPTH)[None, :]
-        return tl.load(weight + feature[:, None].to(tl.int64) * DEPTH + col[None, :], mask=there, other=0.0)
+        found = tl.load(weight + feature[:, None].to(tl.int64) * DEPTH + col[None, :], mask=there, other=0.0)
     else:
         CODES: tl.constexpr = 8 if KIND == _INT4 or KIND == _MX else 4  # noqa: SIM109
         WORDS: tl.constexpr = STEP // CODES
@@ -202,10 +210,7 @@ def _weight_tile(
             even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
             found = tl.join(even, tl.join(tl.join(v1, v5), tl.join(v3, v7)))
         found = tl.reshape(found, [FEATURES, STEP])
-        if SPREAD:
-            found = tl.permute(tl.reshape(found, [FEATURES, STEP // SPREAD, 4, SPREAD // 16, 4]), (0, 1, 3, 2, 4))
-            found = tl.reshape(found, [FEATURES, STEP])
-        return found
+    return _in_sets(found, FEATURES, STEP, SPREAD) if SPREAD else found
 
 
 @triton.jit
@@ -215,7 +220,8 @@ def _with_step(
     PACKED: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, SPREAD: tl.constexpr,
     X_IN_SETS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums with the products of columns [k, k + STEP), and of gated ones those of the ups."""
+    """Sums with the products of columns [k, k + STEP), and of gated ones those of the ups: [FEATURES, ROWS] where
+    there is SPREAD, else [ROWS, FEATURES]."""
     w = _weight_tile(
         weight, scales, zeros, row, rows, weight_rows, k, DEPTH, KIND, GROUPS, PACKED, FEATURES, STEP, EVEN, SPREAD,
     )  # fmt: skip
@@ -228,10 +234,19 @@ def _with_step(
     if not EVEN:
         mask &= (k + _columns(STEP, 0 if X_IN_SETS else SPREAD) < DEPTH)[None, :]
     a = tl.load(source + k, mask=mask, other=0.0)
-    total = tl.dot(a, tl.trans(w.to(a.dtype)), total, input_precision=PRECISION)
+    total = _with_product(total, a, w.to(a.dtype), SPREAD, PRECISION)
     if ACT != _PLAIN:
-        other = tl.dot(a, tl.trans(u.to(a.dtype)), other, input_precision=PRECISION)
+        other = _with_product(other, a, u.to(a.dtype), SPREAD, PRECISION)
     return total, other
+
+
+@triton.jit
+def _with_product(total, a, w, SPREAD: tl.constexpr, PRECISION: tl.constexpr):
+    if SPREAD:
+        total = tl.dot(w, tl.trans(a), total, input_precision=PRECISION)
+    else:
+        total = tl.dot(a, tl.trans(w), total, input_precision=PRECISION)
+    return total
 
 
 @triton.jit(do_not_specialize=["tile_count"])
@@ -260,8 +275,8 @@ def _expert_gemm_kernel(
         OUTPUTS: tl.constexpr = WIDTH if ACT == _PLAIN else 2 * WIDTH  # of an expert
         row = expert * OUTPUTS + feature
         rows = expert * OUTPUTS + WIDTH
-        total = tl.zeros([ROWS, FEATURES], tl.float32)
-        other = tl.zeros([ROWS, FEATURES], tl.float32)
+        total = tl.zeros([FEATURES, ROWS] if SPREAD else [ROWS, FEATURES], tl.float32)
+        other = tl.zeros_like(total)
         if SPREAD:  # in one loop, so that what the next share reads is asked for while one ends
             part, part_other = tl.zeros_like(total), tl.zeros_like(other)
             for i in range(0, _SHARES * SHARE_STEPS):
@@ -277,9 +292,9 @@ def _expert_gemm_kernel(
                     ((i - share * SHARE_STEPS) * _SHARES + share) * STEP, DEPTH, WIDTH, ACT, KIND, GROUPS, PACKED,
                     FEATURES, STEP, EVEN, SPREAD, X_IN_SETS, PRECISION,
                 )  # fmt: skip
-            total += part
+            total = tl.trans(total + part)
             if ACT != _PLAIN:
-                other += part_other
+                other = tl.trans(other + part_other)
         else:
             for k in range(0, DEPTH, STEP):
                 total, other = _with_step(
@@ -308,6 +323,13 @@ def spread_of(kind: int) -> int:
     """Returns how many columns side by side the sets of 16 are of that gemm_experts.cu multiplies one after the other:
     of each, one of four lanes has four, and 8 or 16 columns in all."""
     return 32 if kind == DENSE else 64
+
+
+def _in_order(x: Tensor, spread: int) -> Tensor:
+    """x [R, K] in 16 bits, K a multiple of `spread` -> the same, columns in the order of `_columns`."""
+    rows, columns = x.shape
+    pairs = x.contiguous().view(torch.int32).view(rows, columns // spread, 4, spread // 16, 2)
+    return pairs.permute(0, 1, 3, 4, 2).reshape(rows, columns // 2).view(x.dtype)
 
 
 class ExpertGemm:
@@ -349,9 +371,10 @@ class ExpertGemm:
             return gemm_experts.multiply(_NAMES[act], x, weight, bias, routed, width, limit)
         kind = DENSE if isinstance(weight, Tensor) else weight.kind
         features, warps, stages = SHAPES[kind, tiles.rows][act != _PLAIN.value]
-        spread = spread_of(kind) if tiles.exact and not wide else 0
+        # Of weights that are quantised nothing is faster than the order of few pairs.
+        spread = spread_of(kind) if (tiles.exact or kind != DENSE) and not wide else 0
         x_in_sets = spread > 0 and x.shape[1] % spread == 0
-        x = in_sets(x, spread) if x_in_sets else x
+        x = _in_order(x, spread) if x_in_sets else x
         if isinstance(weight, Tensor):
             codes, scales, zeros, depth = weight, None, None, weight.shape[1]
             arguments = {"KIND": kind, "GROUPS": 0, "PACKED": False, "STEP": CHUNK}
