@@ -113,7 +113,7 @@ QWEN4 = {  # with blocks of 4 tokens, of which 3 are picked, and n-grams in two 
     **NET, **EXPERTS, "hc_count": 4, "hc_lowrank": 16, "ple_layer_ids": [1, 3], "ple_embed_dim": 64, "ngram_size": 3,
     "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 16, "split_ngram_parts": 3,
     "indexer_n_heads": 11, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 12,
-    "indexer_compress_ratio": 4, "eos_token_id": 7,
+    "indexer_compress_ratio": 4, "eos_token_id": 7, "output_gate_type": "sigmoid",
     "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
 }  # fmt: skip
 # Prefix of transformers' classes, and what is not in `SIZES`.

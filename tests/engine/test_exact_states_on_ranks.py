@@ -16,7 +16,11 @@ from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.sched.state_slots import StateSizes
 
 SPREAD: dict[str, tuple[MixerConfig, ...]] = {
-    "delta": (DeltaNetConfig(2, 4, 16, 16, 4), ATTENTION, DeltaNetConfig(2, 2, 16, 32, 3, by_part=True, reach=2)),
+    "delta": (
+        DeltaNetConfig(2, 4, 16, 16, 4),
+        ATTENTION,
+        DeltaNetConfig(2, 2, 16, 32, 3, by_part=True, reach=2, sigmoid=True),
+    ),
     "mamba": (MAMBA[0], ATTENTION, replace(MAMBA[2], groups=2), MAMBA[3]),
     "mamba1": MAMBA1,
     "kimi": KIMI,

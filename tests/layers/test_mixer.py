@@ -71,6 +71,7 @@ class NotedOp:
         LatentAttentionConfig(2, 16, 8, 16, 32, query_latent=16, index=IndexConfig(3, 32, 7)),
         LatentAttentionConfig(2, 16, 8, 16, 32, query_latent=16, index=IndexConfig(3, 32, 7, shared=True)),
         DeltaNetConfig(2, 4, 8, 16, 4),
+        DeltaNetConfig(2, 4, 8, 16, 4, sigmoid=True),
         ShortConvConfig(32, 3),
     ],
     ids=lambda config: type(config).__name__,

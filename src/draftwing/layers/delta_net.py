@@ -19,6 +19,7 @@ from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
 from draftwing.parallel.shares import own_heads
 
+_OPEN = 32.0  # whose SiLU it is itself, to the last bit, and by which any value is divided without rounding
 Runs = Iterator[tuple[int, int]]  # of an axis: start and size of each
 
 
@@ -29,6 +30,7 @@ class DeltaNetConfig(MixerConfig):
     by_key_head: whether checkpoints have one matrix of all q, k, v and z, those of a key head beside each other, and
     another one of b and a; by_part: whether they have one of each, and convolutions apart; else one of q, k and v, and
     one of each other.  reach: `DeltaSpec.corrects`.  eps: of the norm of what it gives, 0: that of the layer's norms.
+    sigmoid: whether gates of what it gives are sigmoids, else SiLU.
     """
 
     key_heads: int
@@ -41,6 +43,7 @@ class DeltaNetConfig(MixerConfig):
     by_part: bool = False
     reach: int = 1
     eps: float = 0.0
+    sigmoid: bool = False
 
     def keeps(self) -> DeltaSpec:
         sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width
@@ -181,7 +184,7 @@ class GatedDeltaNet(DeltaMixer):
     def __init__(self, config: DeltaNetConfig, place: Placement) -> None:
         spec, wide = config.keeps(), place.wide
         super().__init__(spec, place)
-        self._eps = config.eps or self._eps
+        self._eps, self._sigmoid = config.eps or self._eps, config.sigmoid
         self.qkvz = place.linear(spec.channels + config.made)
         self.ba: Linear | None = place.linear(2 * spec.value_heads)
         self.before_attention = 2
@@ -206,9 +209,14 @@ class GatedDeltaNet(DeltaMixer):
         made = None if self.ba is None else self.ba(x)
         qkv, z, ba = self.qkvz(x).tensor_split((self.spec.channels, self.spec.channels + values), 1)
         b, a = (ba if made is None else made).chunk(2, 1)
+        fp8 = self.out.takes_fp8
         weights = DeltaWeights(
-            self.conv[:, 0], self.decay, self.dt_bias, self.norm, self._eps, self.spec, self.out.takes_fp8
+            self.conv[:, 0], self.decay, self.dt_bias, self.norm, self._eps, self.spec, fp8 and not self._sigmoid
         )
-        return self.out(attend.delta(self.pool_layer, DeltaInputs(qkv, z, b, a), weights), residual)
+        if not self._sigmoid:
+            return self.out(attend.delta(self.pool_layer, DeltaInputs(qkv, z, b, a), weights), residual)
+        ungated = attend.delta(self.pool_layer, DeltaInputs(qkv, z.new_full(z.shape, _OPEN), b, a), weights)
+        assert isinstance(ungated, Tensor)
+        return self.out((self.ops.gate_fp8 if fp8 else self.ops.gate)(z, ungated / _OPEN), residual)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "indexer_budget": 15, "indexer_compress_ratio": 3, "eos_token_id": [9, 7], "seed": 5,
         "indexer_n_heads": 16, "attention_bias": True, "norm_topk_prob": False, "tie_word_embeddings": True,
     },
-    "without n-grams": {"ple_layer_ids": [], "eos_token_id": None},
+    "without n-grams": {"ple_layer_ids": [], "eos_token_id": None, "output_gate_type": "silu"},
     "blocks of one token": {"indexer_budget": 14, "indexer_compress_ratio": 1},
 }  # fmt: skip
 
@@ -187,7 +187,7 @@ def test_its_published_sizes() -> None:
         ({"ple_layer_ids": [4]}, "ple_layer_ids: expected numbers of layers with delta nets"),
         ({"ple_layer_ids": [41]}, "ple_layer_ids: expected a list of numbers of layers, from 1 to 40"),
         ({"eos_token_id": None}, "eos_token_id: expected a token id"),
-        ({"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid' is not supported"),
+        ({"output_gate_type": "relu"}, "output_gate_type = 'relu' is not supported"),
         ({"layer_types": ["sliding_attention"] * 40}, "layer_types = 'sliding_attention' is not supported"),
     ],
 )

@@ -3,6 +3,7 @@ indexer that picks blocks of tokens, and embeddings of n-grams in some layers.""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -15,6 +16,7 @@ from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.block_indexer import INDEXER, BlockIndexConfig
 from draftwing.layers.config import LayerConfig, NgramConfig, StreamsConfig
+from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.models.families.qwen import shared_experts
 from draftwing.models.families.qwen_hybrid import EXPERTS_IN_GGUF, NAMES_IN_GGUF, hybrid_layers, nets_in_gguf
 from draftwing.models.family import ATTENTION, MOST_TAPS, Family, InGGUF, Whole
@@ -108,13 +110,27 @@ def _ngrams(fields: Fields, hidden: int, tables: int) -> list[NgramConfig]:
     return made
 
 
+_GATES = {"silu": False, "swish": False, "sigmoid": True}
+
+
+def _gated(layers: Iterable[LayerConfig], sigmoid: bool) -> list[LayerConfig]:
+    nets = ((layer, layer.mixer) for layer in layers)
+    return [
+        replace(layer, mixer=replace(net, sigmoid=sigmoid)) if isinstance(net, DeltaNetConfig) else layer
+        for layer, net in nets
+    ]
+
+
 def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     assert isinstance(layer.mixer, AttentionConfig)
     streams = StreamsConfig(fields.whole("hc_count", 2, 64, 4), fields.whole("hc_lowrank", high=WIDEST, default=320))
     indexed = replace(layer.mixer, index=_index(fields, layer.mixer))
     kinds = [ATTENTION if kind == _INDEXED else kind for kind in fields.texts("layer_types")]
     named = fields.overruled({"layer_types": kinds}) if kinds else fields
-    made = list(hybrid_layers(named, replace(layer, mixer=indexed, streams=streams), count))
+    gate = fields.text("output_gate_type", "silu")  # else it is `hidden_act`, which is SiLU
+    if gate not in _GATES:
+        raise fields.unsupported("output_gate_type", gate)
+    made = _gated(hybrid_layers(named, replace(layer, mixer=indexed, streams=streams), count), _GATES[gate])
     where = _with_ngrams(fields, count)
     for i, ngram in zip(where, _ngrams(fields, layer.hidden, len(where)), strict=True):
         if isinstance(made[i].mixer, AttentionConfig):
@@ -175,7 +191,7 @@ def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> 
     streams = StreamsConfig(count_of, fields.whole("hyper_connection.low_rank", high=WIDEST))
     fields.whole("embedding_length_out", default=count_of * layer.hidden)
     whole = replace(layer, mixer=replace(attention, index=index), streams=streams)
-    made = list(nets_in_gguf(file, fields, whole, count))
+    made = _gated(nets_in_gguf(file, fields, whole, count), True)  # as of published models; files do not say
     for i, ngram in _ngrams_in_gguf(file, fields).items():
         if i >= count or isinstance(made[i].mixer, AttentionConfig):
             raise fields.unlike("ple.layers", "the number of a layer with a delta net")
@@ -208,7 +224,6 @@ def _keys(fields: Fields) -> dict[str, Any]:
 
 _NEUTRAL: dict[str, Values] = {
     "mamba_ssm_dtype": ("float32",),  # as states are here
-    "output_gate_type": ("swish", "silu"),
     "number_of_conv_states": None,
 }
 _SIZES = {
