@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,18 @@ def test_what_is_held_out_stays_so(tmp_path: Path, name: str, other: float) -> N
     with pytest.raises(ConfigError, match=f"{tmp_path} was made with --{flag} .*, not {other}: leave it out to go on"):
         open_run(tmp_path, {name: other}, {})
     assert open_run(tmp_path, {"held_out": 0.1, "eval_count": 5}, {}).settings.held_out == 0.1
+
+
+@pytest.mark.parametrize(("name", "other"), [("default_share", 0.5), ("greedy_share", 0.25), ("held_out", 0.3)])
+def test_a_run_of_before_there_was_an_option_was_made_with_its_default(tmp_path: Path, name: str, other: float) -> None:
+    open_run(tmp_path, {"prompts": ["p.jsonl"]}, {}).save()
+    (tmp_path / "responses.jsonl").touch()
+    kept = json.loads((tmp_path / "train.json").read_text())
+    del kept["settings"][name]
+    (tmp_path / "train.json").write_text(json.dumps(kept))
+    open_run(tmp_path, {name: getattr(Settings(), name)}, {})
+    with pytest.raises(ConfigError, match=f"was made with --{name.replace('_', '-')} "):
+        open_run(tmp_path, {name: other}, {})
 
 
 def test_an_adapters_run_begins_with_the_factors_that_are_served(tmp_path: Path) -> None:

@@ -480,10 +480,10 @@ def _load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     path = folder / "train.json"
     if not path.exists():
         return None
-    known = {spec.name for spec in dataclasses.fields(Settings)}
     try:
         content = load_json(path)
-        settings = {name: value for name, value in content["settings"].items() if name in known}
+        # What there was no option for then was as it is by default.
+        settings = {name: content["settings"].get(name, field["default"]) for name, field in FIELDS.items()}
         return _tuples(settings), dict(content["options"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): name another --out") from None

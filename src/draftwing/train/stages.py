@@ -118,9 +118,10 @@ class Stages:
             return
         settings, data = self.settings, self.data
         low, high = (*settings.temperatures, *settings.temperatures)[:2]
+        share = settings.default_share
+        defaults = sampling_defaults(self.path, self.engine_options.model) if share else {}
         sampling = Sampling(
-            settings.max_tokens, settings.max_length, settings.greedy_share, (low, high), settings.seed,
-            settings.default_share, sampling_defaults(self.path, self.engine_options.model),
+            settings.max_tokens, settings.max_length, settings.greedy_share, (low, high), settings.seed, share, defaults
         )  # fmt: skip
         name = "responses.jsonl" if self.processes == 1 else f"responses-{self.rank}.jsonl"
         file = self.answers / name
