@@ -60,6 +60,7 @@ def test_architectures_of_gguf_files_are_those_of_the_loaded_models(tmp_path: Pa
     others = {
         "granite_swa": ("expert_count", "GraniteMoeSWAForCausalLM"),
         "llama": ("expert_count", "MixtralForCausalLM"),
+        "mamba": ("ssm.dt_b_c_rms", "FalconMambaForCausalLM"),
         "olmo2": ("attention.sliding_window", "Olmo3ForCausalLM"),
     }
     writer.add_uint32(f"{kind}.{others[kind][0] if kind in others else 'x'}", 0)

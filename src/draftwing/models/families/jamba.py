@@ -4,7 +4,7 @@ place of some MLPs."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal
 
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import ExpertConfig, LayerConfig
@@ -77,19 +77,27 @@ def _metadata(fields: Fields) -> Fields:
     return fields.overruled({"expert_count": 0, "expert_used_count": 0})
 
 
-def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
-    net = Mamba1Config(
+def mamba1_in_gguf(
+    file: GGUFFile, fields: Fields, norms: bool | Literal["bare"] = True, norm_eps: float = 0.0
+) -> Mamba1Config:
+    """Returns the state-space layers of a file. norms, norm_eps: as `Mamba1Config` has them."""
+    return Mamba1Config(
         fields.whole("ssm.inner_size", high=WIDEST),
         fields.whole("ssm.state_size", high=WIDEST),
         fields.whole("ssm.time_step_rank", high=WIDEST),
         fields.whole("ssm.conv_kernel", high=MOST_TAPS),
         has_conv_bias(file),
+        norms,
+        norm_eps,
     )
-    return layers_by_attention(file, layer, attends_by_heads(fields, count), net)
 
 
-_NAMES = {"ssm_x": "mamba.x_proj", "ssm_dt": "mamba.dt_proj"}
-_NAMES |= {f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")}
+def _in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    return layers_by_attention(file, layer, attends_by_heads(fields, count), mamba1_in_gguf(file, fields))
+
+
+MAMBA1_IN_GGUF = IN_GGUF | {"ssm_x": "mamba.x_proj", "ssm_dt": "mamba.dt_proj"}
+_NAMES = {f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")}
 FAMILIES = {
     "JambaForCausalLM": Family(
         "jamba",
@@ -108,7 +116,7 @@ FAMILIES = {
         final_norm="model.final_layernorm",
         gguf=InGGUF(
             "jamba",
-            names=IN_GGUF | _NAMES,
+            names=MAMBA1_IN_GGUF | _NAMES,
             top_names={"output_norm.weight": "model.final_layernorm.weight"},
             experts=ExpertMetadata(grouped=True, renormalised=False, as_mlp=True),
             fields=_metadata,

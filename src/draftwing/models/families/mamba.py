@@ -6,14 +6,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from draftwing.gguf_file import GGUFFile
 from draftwing.layers.config import LayerConfig, MixerConfig
 from draftwing.layers.mamba import Mamba2Config
 from draftwing.layers.mamba1 import Mamba1Config
-from draftwing.models.families.granite_hybrid import check_steps
-from draftwing.models.family import MOST_TAPS, Family, renamed
+from draftwing.models.families.granite_hybrid import IN_GGUF, check_steps, has_conv_bias, mamba2_in_gguf
+from draftwing.models.families.jamba import MAMBA1_IN_GGUF, mamba1_in_gguf
+from draftwing.models.family import MOST_TAPS, Family, InGGUF, renamed
 from draftwing.models.fields import WIDEST, Fields
 
 _POSITIONS = 1 << 17  # which nothing depends on, and configs do not say: as many as large models of others have
+
+
+_MIXER_EPS = 1e-6
 
 
 def _inner(fields: Fields) -> int:
@@ -47,7 +52,7 @@ def _mamba1(fields: Fields, layer: LayerConfig, count: int, normed: bool = False
         fields.whole("conv_kernel", high=MOST_TAPS, default=4),
         fields.flag("use_conv_bias", True),
         "bare" if normed else False,
-        fields.number("mixer_rms_eps", 0, 1, 1e-6) if normed else 0.0,
+        fields.number("mixer_rms_eps", 0, 1, _MIXER_EPS) if normed else 0.0,
     )
     return _alone(layer, count, net)
 
@@ -69,6 +74,34 @@ def _mamba2(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
     return _alone(layer, count, net)
 
 
+# ---- GGUF files ------------------------------------------------------------------------------------------------------
+
+_NORMED = "ssm.dt_b_c_rms"  # whether step sizes, B and C are normed: of Falcon Mamba
+
+
+def _metadata(fields: Fields) -> Fields:
+    """Returns metadata of one head and no MLP, in place of none, and not more positions than a config means."""
+    said = {"attention.head_count": 1, "attention.head_count_kv": None, "feed_forward_length": 1}
+    return fields.overruled(said | {"context_length": min(fields.whole("context_length"), _POSITIONS)})
+
+
+def _mamba1_in_gguf(
+    file: GGUFFile, fields: Fields, layer: LayerConfig, count: int, normed: bool = False
+) -> tuple[LayerConfig, ...]:
+    """Files do not say what norms of Falcon Mamba's add to a mean of squares: it is that of the published model."""
+    return _alone(layer, count, mamba1_in_gguf(file, fields, "bare" if normed else False, _MIXER_EPS * normed))
+
+
+def _mamba2_in_gguf(file: GGUFFile, fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
+    return _alone(layer, count, mamba2_in_gguf(fields, conv_bias=has_conv_bias(file)))
+
+
+_IN_GGUF: dict[str, Any] = {
+    "names": IN_GGUF,
+    "top_names": {"output_norm.weight": "model.norm_f.weight"},
+    "fields": _metadata,
+    "turns": False,
+}
 _PARTS = {
     "conv1d", "conv1d.bias", "A_log", "D", "in_proj", "x_proj", "dt_proj", "out_proj", "dt_bias", "norm",
 }  # fmt: skip
@@ -94,7 +127,27 @@ _MAMBA: dict[str, Any] = {
     },
 }  # fmt: skip
 FAMILIES = {
-    "MambaForCausalLM": Family("mamba", **_MAMBA, layers=_mamba1),
-    "FalconMambaForCausalLM": Family("falcon_mamba", **_MAMBA, layers=partial(_mamba1, normed=True)),
-    "Mamba2ForCausalLM": Family("mamba2", **{**_MAMBA, "tied": False}, layers=_mamba2),
+    "MambaForCausalLM": Family(
+        "mamba",
+        **_MAMBA,
+        layers=_mamba1,
+        gguf=InGGUF("mamba", **_IN_GGUF | {"names": MAMBA1_IN_GGUF}, layers=_mamba1_in_gguf),
+    ),
+    "FalconMambaForCausalLM": Family(
+        "falcon_mamba",
+        **_MAMBA,
+        layers=partial(_mamba1, normed=True),
+        gguf=InGGUF(
+            "mamba",
+            **_IN_GGUF | {"names": MAMBA1_IN_GGUF},
+            when=lambda file, fields: fields.flag(_NORMED),
+            layers=partial(_mamba1_in_gguf, normed=True),
+        ),
+    ),
+    "Mamba2ForCausalLM": Family(
+        "mamba2",
+        **{**_MAMBA, "tied": False},
+        layers=_mamba2,
+        gguf=InGGUF("mamba2", **_IN_GGUF, layers=_mamba2_in_gguf),
+    ),
 }
