@@ -18,6 +18,7 @@ from draftwing.ops.adapters.spec import AdapterOps
 from draftwing.ops.assign.spec import AssignOps
 from draftwing.ops.attention.attend import AttnBackend
 from draftwing.ops.attention.spec import TorchAttention
+from draftwing.ops.attention.whole import WholeAttention, whole_attention
 from draftwing.ops.elementwise.spec import ElementwiseOps
 from draftwing.ops.expansion.spec import ExpansionOps
 from draftwing.ops.experts.routing import DeviceExpertGemm, MixtureWeights, WholeMixture
@@ -77,8 +78,10 @@ class LayerOps(NormOps, ElementwiseOps, RopeOps, RowOps, LogitOps, GemmOps, Expe
         Callable[[Gemm | None, Tensor | None, tuple[Tensor, float] | None, Tensor | None], HeadTopK | None] | None
     ) = None
 
-    # Patches of an image for which a tower does its work at once, with fewer of which torch's attention on a CPU takes
-    # half as long again. 0: all of them, where none takes long.
+    # Attention within a picture, see there.
+    whole_attention: Callable[[Tensor, Tensor, int], WholeAttention] = staticmethod(whole_attention)
+
+    # Patches of an image for which a tower does its work at once. 0: all of them, where none takes long.
     patches_at_once = 768
 
     def __init__(self, runtime: Runtime, *parts: object) -> None:

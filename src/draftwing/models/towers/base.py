@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.images.processing import ImageProcessor
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice, WeightFormat
+from draftwing.layers.norm import ByOps, LayerNorm, RMSNorm
 from draftwing.models.fields import Fields
 from draftwing.ops.attention.batch import Mutual
 from draftwing.ops.table import PLAIN, LayerOps
@@ -25,7 +25,7 @@ from draftwing.ops.table import PLAIN, LayerOps
 if TYPE_CHECKING:
     from draftwing.text.tokenizer import Tokenizer
 
-_HEADS = 4  # whose attention is a part, where an image has several
+_QUERIES = 192  # whose attention is a part, where an image has several
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 Turn = TypeVar("Turn")  # what layers of a kind turn queries and keys with
 
@@ -85,10 +85,10 @@ class TowerConfig:
         return stored
 
 
-class TowerLayer(nn.Module, Generic[Turn]):
+class TowerLayer(ByOps, Generic[Turn]):
     """A layer of a tower, in two halves, between which patches see each other."""
 
-    scale: float | None = None  # of attention; None: one over the root of the heads' size
+    scalar = 0  # scores of attention are divided by its square root; 0: the heads' size
 
     def heads(self, x: Tensor, turn: Turn, at: slice) -> Heads:
         """x [n, hidden] -> queries, keys and values [n, heads, size]. at: which of an image's patches these are.
@@ -122,14 +122,14 @@ class TowerModule(nn.Module):
             if len(made) < len(blocks):
                 yield first * len(made[-1][0])
         keys, values = (joined([each[i] for each in made]) for i in (1, 2))
+        attend = self.ops.whole_attention(keys, values, layer.scalar)
         for block, (queries, *_) in zip(blocks, made, strict=True):
             count, attended = len(queries), list[Tensor]()
-            groups = self._blocks(queries.shape[1], _HEADS if len(blocks) > 1 else 0)
-            for some in groups:
-                attended.append(attend(queries[:, some], keys[:, some], values[:, some], layer.scale))
+            for some in self._blocks(count, _QUERIES if len(blocks) > 1 else 0):
+                attended.append(attend(queries[some]))
                 if len(blocks) > 1:
-                    yield attention * count // len(groups)
-            out.append(layer.rest(x[block], joined(attended, 1)))
+                    yield attention * len(attended[-1])
+            out.append(layer.rest(x[block], joined(attended)))
             yield rest * count if len(blocks) > 1 else (first + attention + rest) * count
         return joined(out)
 
@@ -177,11 +177,13 @@ class TowerModule(nn.Module):
                     setattr(part, name, value.to(device))
 
     def pack(self, ops: LayerOps) -> None:
-        """Prepares all matrices for inference."""
+        """Prepares all parts for inference."""
         self.ops, self.at_once = ops, ops.patches_at_once
         for name, part in self.named_modules():
             if isinstance(part, Linear):
                 part.pack(ops, PackMode(name=f"tower.{name}"))
+            elif isinstance(part, ByOps | RMSNorm):
+                part.pack(ops)
 
 
 class Tower:
@@ -207,19 +209,11 @@ class Tower:
         return rows
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Full attention within an image. q [n, heads, size], k, v [N, heads, size] -> [n, heads * size]. scale: None: one
-    over the root of the heads' size."""
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, n or N, size]
-    out = F.scaled_dot_product_attention(q, k, v, scale=scale)
-    return out[0].transpose(0, 1).flatten(1)
-
-
-def joined(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+def joined(parts: Sequence[Tensor]) -> Tensor:
     """Returns all parts, one behind the other, without a copy where there is one."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def normed(size: int, eps: float, dtype: torch.dtype, device: torch.device) -> nn.LayerNorm:
+def normed(size: int, eps: float, dtype: torch.dtype, device: torch.device) -> LayerNorm:
     """Returns a LayerNorm with a bias."""
-    return nn.LayerNorm(size, eps=eps, dtype=dtype, device=device)
+    return LayerNorm(size, eps, dtype, device, bias=True)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
 from draftwing.images.processing import ImageProcessor, PatchProcessor
 from draftwing.layers.linear_ops.base import WeightFormat
+from draftwing.layers.norm import ByOps
 from draftwing.models.fields import Fields
 from draftwing.models.towers.base import Heads, TowerConfig, TowerLayer, TowerModule, normed
 from draftwing.text.tokenizer import Tokenizer
@@ -168,11 +168,11 @@ class _Block(TowerLayer[Turn]):
 
     def rest(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + self.attn["proj"](attended)
-        up = F.gelu(self.mlp["linear_fc1"](self.norm2(x)), approximate="tanh")
+        up = self.ops.gelu(self.mlp["linear_fc1"](self.norm2(x)), False)
         return x + self.mlp["linear_fc2"](up)
 
 
-class _Merger(nn.Module):
+class _Merger(ByOps):
     """Makes one row of each block of patches. after: norms the rows of a block together."""
 
     def __init__(self, tower: PatchMergerTower, after: bool) -> None:
@@ -187,4 +187,4 @@ class _Merger(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [N, merge * merge * hidden] -> [N, width]"""
         x = self.norm(x if self.after else x.unflatten(1, (self.merge, -1))).flatten(1)
-        return self.linear_fc2(F.gelu(self.linear_fc1(x)))
+        return self.linear_fc2(self.ops.gelu(self.linear_fc1(x), True))

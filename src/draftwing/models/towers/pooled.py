@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
@@ -167,7 +166,7 @@ class _Clipped(nn.Module):
 
 
 class _Layer(TowerLayer[_Turn]):
-    scale = 1.0
+    scalar = 1
 
     def __init__(self, tower: PooledTower) -> None:
         super().__init__()
@@ -191,5 +190,5 @@ class _Layer(TowerLayer[_Turn]):
         mlp = self.mlp
         x = x + self.post_attention_layernorm(self.self_attn["o_proj"](attended))
         normed = self.pre_feedforward_layernorm(x)
-        up = F.gelu(mlp["gate_proj"](normed), approximate="tanh") * mlp["up_proj"](normed)
+        up = self.ops.gelu(mlp["gate_proj"](normed), False) * mlp["up_proj"](normed)
         return x + self.post_feedforward_layernorm(mlp["down_proj"](up))

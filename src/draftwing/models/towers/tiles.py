@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
@@ -239,7 +238,7 @@ class TilesTower(TowerModule):
         if not config.projector:
             return self.projection["proj"](joined)
         joined = self.layer_norm(joined) if config.joined_norm else joined
-        return self.linear_2(F.gelu(self.linear_1(joined)))
+        return self.linear_2(self.ops.gelu(self.linear_1(joined), True))
 
 
 class MeanTower(TilesTower):
@@ -275,4 +274,4 @@ class _Layer(TowerLayer[None]):
 
     def rest(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + self.self_attn["out_proj"](attended)
-        return x + self.mlp["fc2"](F.gelu(self.mlp["fc1"](self.layer_norm2(x)), approximate="tanh"))
+        return x + self.mlp["fc2"](self.ops.gelu(self.mlp["fc1"](self.layer_norm2(x)), False))

@@ -9,6 +9,7 @@ import torch
 from draftwing.ops.adapters.cpu import CpuAdapterOps
 from draftwing.ops.assign.cpu import CpuAssignOps
 from draftwing.ops.attention.cpu import native_attention
+from draftwing.ops.attention.whole_cpu import native_whole
 from draftwing.ops.cpu.runtime import CpuRuntime
 from draftwing.ops.elementwise.cpu import CpuElementwiseOps
 from draftwing.ops.expansion.cpu import CpuExpansionOps
@@ -61,7 +62,7 @@ class CpuOps(TorchOps):
             attention=partial(native_attention, runtime),
         )
         self.row_reader, self.head_products, self.head_top_k = gemms.row_reader, gemms.head_products, gemms.head_top_k
-        self.whole_mixture = experts.whole_mixture
+        self.whole_mixture, self.whole_attention = experts.whole_mixture, partial(native_whole, runtime)
         self.whole_layers = partial(native_layers, rows.take_rows)
         self.candidates, self.top_tokens = sampling.candidates, expansion.top_tokens
         self.workers = runtime.workers

@@ -5,7 +5,7 @@
 
 #define CHUNK 256      /* positions that have one maximum */
 #define BLOCK 64       /* keys that are turned together */
-#define TILE_ROWS 96   /* query heads of a tile, unless one query has more */
+#define TILE_ROWS 192  /* query heads of a tile, unless one query has more; measured: 96 to 384 */
 #define FEW_ROWS 12    /* a tile has so many at least where units are too few */
 #define UNITS 4        /* of a thread, so that all end at about the same time */
 #define TICKETS 1024   /* tiles that may be several units */

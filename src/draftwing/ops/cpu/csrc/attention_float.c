@@ -98,8 +98,9 @@ void score_block_float(const Tile *t, int64_t from, int64_t end, float *scores, 
 /* -- values -------------------------------------------------------------------------------------------------------- */
 
 /* How values are read: as floats, in bfloat16, or two positions' in bfloat16 as words, the first as the upper half;
-   these from the pool or as they were staged. */
-enum { FLOATS, HALVES, PAIRS, STAGED_PAIRS };
+   floats and words from the pool or as they were staged, one behind the other. */
+enum { FLOATS, HALVES, STAGED, PAIRS, STAGED_PAIRS };
+INLINE int is_staged(int kind) { return kind == STAGED || kind == STAGED_PAIRS; }
 
 /* Elements of two rows as words. */
 INLINE pf pairs_at(const char *first, const char *second, int64_t c) {
@@ -119,10 +120,12 @@ typedef struct {
     Prefetch *prefetch;
     int64_t byte, bytes;                  /* bytes: of a key in the pool */
     int kind, late;
+    const float *staged; /* of position, or pair, 0, which need not be there */
 } Values;
-INLINE pf elements(const Values *v, int64_t j, int64_t c, const int kind) {
+/* Elements of position, or pair, j; row: of it where they are staged. */
+INLINE pf elements(const Values *v, const float *row, int64_t j, int64_t c, const int kind) {
+    if (is_staged(kind)) return part_at(row + c);
     if (kind == PAIRS) return pairs_at(v->at[2 * j] + v->byte, v->at[2 * j + 1] + v->byte, c);
-    if (kind == STAGED_PAIRS) return part_at((const float *)v->at[2 * j] + c);
     if (kind == HALVES) return halves_at(v->at[j] + v->byte + 2 * c);
     return part_at((const float *)(v->at[j] + v->byte) + c);
 }
@@ -135,23 +138,25 @@ INLINE void value_part(float *to, int64_t padded, const float *weights, const Va
     const char *ahead = prefetch->at;
     pf sum[TALL][4];
     EACH(r, rows) EACH(i, parts) sum[r][i] = part_at(to + r * padded + c + i * PART);
-    for (int64_t j = from; j < end; j++) {
+    const float *row = v->staged + from * padded, *weight_at = weights + from;
+    for (int64_t j = from; j < end; j++, row += padded, weight_at++) {
         ahead = prefetch_turn(ahead, prefetch, VALUE_LINES);
-        if (after && kind >= PAIRS) bring(after[2 * j], v->bytes), bring(after[2 * j + 1], v->bytes);
-        else if (after) bring(after[j], v->bytes);
+        if (is_staged(kind) || !after) {}
+        else if (kind == PAIRS) bring(after[2 * j], v->bytes), bring(after[2 * j + 1], v->bytes);
+        else bring(after[j], v->bytes);
         if (rows <= parts) { /* the fewer of the two stay in registers */
             pf weight[4];
-            EACH(r, rows) weight[r] = splat_word(weights + r * LD + j);
+            EACH(r, rows) weight[r] = splat_word(weight_at + r * LD);
             EACH(i, parts) {
-                const pf value = elements(v, j, c + i * PART, kind);
+                const pf value = elements(v, row, j, c + i * PART, kind);
                 EACH(r, rows) sum[r][i] = added(weight[r], value, sum[r][i], how);
             }
             continue;
         }
         pf value[4];
-        EACH(i, parts) value[i] = elements(v, j, c + i * PART, kind);
+        EACH(i, parts) value[i] = elements(v, row, j, c + i * PART, kind);
         EACH(r, rows) {
-            const pf x = splat_word(weights + r * LD + j);
+            const pf x = splat_word(weight_at + r * LD);
             EACH(i, parts) sum[r][i] = added(x, value[i], sum[r][i], how);
         }
     }
@@ -171,10 +176,12 @@ static void value_sized(float *to, int64_t padded, const float *weights, const V
     if (from >= end) return;
     for (int64_t r = 0; v->late && r < rows; r++, to += padded, weights += LD)
         if (v->kind == FLOATS) value_rows(to, padded, weights, v, from, end, FLOATS, LATE, 1);
+        else if (v->kind == STAGED) value_rows(to, padded, weights, v, from, end, STAGED, LATE, 1);
         else value_rows(to, padded, weights, v, from, end, HALVES, LATE, 1);
     if (v->late) return;
 #define KINDS(n) \
     if (v->kind == FLOATS) value_rows(to, padded, weights, v, from, end, FLOATS, ONE, n); \
+    else if (v->kind == STAGED) value_rows(to, padded, weights, v, from, end, STAGED, ONE, n); \
     else if (HAS_PAIRS && v->kind == PAIRS) value_rows(to, padded, weights, v, from, end, PAIRS, TWO, n); \
     else if (HAS_PAIRS) value_rows(to, padded, weights, v, from, end, STAGED_PAIRS, TWO, n); \
     else value_rows(to, padded, weights, v, from, end, HALVES, ONE, n)
@@ -184,7 +191,7 @@ static void value_sized(float *to, int64_t padded, const float *weights, const V
 static void half_pair(float *to, int64_t padded, const float *weights, const Values *v, int64_t pair, uint32_t half) {
     const pf x = (pf)((pu)splat_word(weights + pair) & half);
     for (int64_t c = 0; c < padded; c += PART) {
-        pf value = v->kind == PAIRS ? elements(v, pair, c, PAIRS) : elements(v, pair, c, STAGED_PAIRS);
+        pf value = v->kind == PAIRS ? elements(v, NULL, pair, c, PAIRS) : part_at(v->staged + pair * padded + c);
         value = fused_pairs(x, (pf)((pu)value & half), part_at(to + c));
         memcpy(to + c, &value, sizeof value);
     }
@@ -241,7 +248,6 @@ static void stage_values(const Tile *t, const char *const *at, const char *const
     const int64_t bytes = row_bytes(a), behind = value_behind(a), dim = a->dim, step = in_pairs(a) ? 2 : 1;
     float *row = t->staged;
     for (int64_t j = (from - chunk) / step * step; j < end - chunk; j += step, row += a->padded) {
-        t->here[j] = (const char *)row;
         if (after) bring(after[j], bytes);
         if (step == 1) to_floats(row, at[j] + behind, dim, (int)a->kv_type);
         else {
@@ -258,11 +264,12 @@ void add_values_float(const Tile *t, const char *const *at, const char *const *a
     const int stage = last - r > TALL || a->dim % LANES, pairs = in_pairs(a);
     const int kind = pairs ? PAIRS : a->kv_type == HALF ? HALVES : FLOATS;
     Values v = {at, after, t->prefetch, value_behind(a), row_bytes(a), kind};
-    if (stage) v = (Values){.at = t->here, .prefetch = t->prefetch, .kind = pairs ? STAGED_PAIRS : FLOATS};
+    if (stage) v = (Values){.prefetch = t->prefetch, .kind = pairs ? STAGED_PAIRS : STAGED};
     v.late = t->late;
     for (int64_t block = from, next; block < end; block = next) {
         next = stage ? least(block / 2 * 2 + (pairs ? 2 : 1) * BLOCK, end) : end;
         if (stage) stage_values(t, at, after, chunk, block, next);
+        v.staged = t->staged - (block - chunk) / (pairs ? 2 : 1) * a->padded;
         EACH_ROWS(first, rows, r, last) value_turn(t, &v, chunk, block, next, first, rows);
     }
 }
