@@ -20,11 +20,11 @@ import tiny_encoder
 import tiny_gguf
 import torch
 from hybrid_models import KINDS, reference
-from models.families import test_gemma3n
+from models.families import test_gemma3n, test_mamba
 from models.test_decoder import random_reference
 from models.test_gguf_families import UNSAID
 from models.test_gguf_families import write as write_family
-from published import published
+from published import published, written
 from reference import hf_configs
 from safetensors.torch import save_file
 from tiny_checkpoint import write_checkpoint
@@ -276,9 +276,14 @@ def test_metadata_of_gguf_files(tmp_path: Path, arch: str, part: int) -> None:
         file = open_gguf(moe_models.write_gguf(tmp_path / "m.gguf", latent.config, latent.state_dict()))
     elif arch == "bert":
         file = open_gguf(tiny_encoder.write_gguf(tiny_encoder.write_encoder(tmp_path / "model")))
-    elif arch in ("minicpm3", "afmoe", "laguna", "cohere2moe", "mellum", "mistral4"):
-        latent = random_reference(arch.replace("2moe", "2-moe"), **UNSAID.get(arch, {}))
-        write_family(tmp_path / "m.gguf", latent.config, latent.state_dict(), arch, False)
+    elif arch in ("mamba", "mamba2"):
+        model = written(tmp_path, "mamba-codestral-7b" if arch == "mamba2" else "falcon-mamba-7b")
+        test_mamba.write(tmp_path / "m.gguf", model.config, model.state_dict())
+        file = open_gguf(tmp_path / "m.gguf")
+    elif arch in ("minicpm3", "afmoe", "laguna", "cohere2moe", "mellum", "mistral4", "granite_swa"):
+        name = arch.replace("2moe", "2-moe").replace("_", "-")
+        latent = random_reference(name, **UNSAID.get(name, {}))
+        write_family(tmp_path / "m.gguf", latent.config, latent.state_dict(), arch, arch == "granite_swa")
         file = open_gguf(tmp_path / "m.gguf")
     elif kind is None:
         file = open_gguf(tiny_gguf.write(tmp_path / "m.gguf", arch, edit=more))
