@@ -16,16 +16,11 @@ from draftwing.models.family import MOST_TAPS, Family, InGGUF, renamed
 from draftwing.models.fields import WIDEST, Fields
 
 _POSITIONS = 1 << 17  # which nothing depends on, and configs do not say: as many as large models of others have
-
-
 _MIXER_EPS = 1e-6
 
 
-def _inner(fields: Fields) -> int:
-    """Returns how many values a token has in a layer."""
-    inner = fields.whole("expand", high=MOST_TAPS, default=2) * fields.whole("hidden_size", high=WIDEST)
-    fields.check("intermediate_size", (inner,))
-    return inner
+def _expanded(fields: Fields) -> int:
+    return fields.whole("expand", high=MOST_TAPS, default=2) * fields.whole("hidden_size", high=WIDEST)
 
 
 def _keys(fields: Fields) -> dict[str, Any]:
@@ -33,7 +28,7 @@ def _keys(fields: Fields) -> dict[str, Any]:
     return {
         "max_position_embeddings": fields.whole("max_position_embeddings", default=_POSITIONS),
         "num_attention_heads": 1,
-        "intermediate_size": _inner(fields),
+        "intermediate_size": fields.whole("intermediate_size", high=WIDEST, default=_expanded(fields)),
     }
 
 
@@ -46,7 +41,7 @@ def _mamba1(fields: Fields, layer: LayerConfig, count: int, normed: bool = False
     if fields.get("time_step_rank") != "auto":
         rank = fields.whole("time_step_rank", high=WIDEST, default=rank)
     net = Mamba1Config(
-        _inner(fields),
+        fields.whole("intermediate_size", high=WIDEST),  # whatever `expand` says, as Falcon Mamba 7B needs it
         fields.whole("state_size", high=WIDEST, default=16),
         rank,
         fields.whole("conv_kernel", high=MOST_TAPS, default=4),
@@ -59,8 +54,9 @@ def _mamba1(fields: Fields, layer: LayerConfig, count: int, normed: bool = False
 
 def _mamba2(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     check_steps(fields)
-    heads, size, inner = fields.whole("num_heads", high=WIDEST, default=128), fields.get("head_dim"), _inner(fields)
-    size = 64 if size is None else size
+    heads, size = fields.whole("num_heads", high=WIDEST, default=128), fields.whole("head_dim", high=WIDEST, default=64)
+    inner = _expanded(fields)
+    fields.check("intermediate_size", (inner,))
     if heads * size != inner:
         raise fields.unlike("num_heads", f"heads of head_dim values, {inner} together")
     net = Mamba2Config(
