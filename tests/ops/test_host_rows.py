@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,21 +23,40 @@ GB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("size", "memory", "free", "expected"),
+    ("size", "memory", "free", "ranks", "expected"),
     [
-        (10 * GB, 80 * GB, 200 * GB, False),  # an eighth of the GPU's
-        (10 * GB + 1, 80 * GB, 200 * GB, True),
-        (82 * GB, 141 * GB, 128 * GB, True),
-        (82 * GB, 141 * GB, 84 * GB, False),  # little would be left of the host's
-        (82 * GB, 141 * GB, None, True),
+        (10 * GB, 80 * GB, 200 * GB, 1, False),  # an eighth of the GPU's
+        (10 * GB + 1, 80 * GB, 200 * GB, 1, True),
+        (82 * GB, 141 * GB, 128 * GB, 1, True),
+        (82 * GB, 141 * GB, 84 * GB, 1, False),  # little would be left of the host's
+        (82 * GB, 141 * GB, None, 1, True),
+        (82 * GB, 141 * GB, 200 * GB, 2, True),
+        (82 * GB, 141 * GB, 100 * GB, 2, True),  # the other rank has its own already
+        (82 * GB, 141 * GB, 200 * GB, 3, False),
+        (82 * GB, 141 * GB, None, 3, False),
     ],
 )
 def test_who_holds_it(
-    caplog: pytest.LogCaptureFixture, size: int, memory: int, free: int | None, expected: bool
+    caplog: pytest.LogCaptureFixture, size: int, memory: int, free: int | None, ranks: int, expected: bool
 ) -> None:
+    """Of a host of 220 GB."""
     caplog.set_level(logging.WARNING)
-    assert host_rows.belongs_on_host(size, memory, free) == expected
-    assert ("held by the GPU" in caplog.text) == (free == 84 * GB)
+    assert host_rows.belongs_on_host(size, memory, free, 220 * GB, ranks) == expected
+    assert ("held by the GPU" in caplog.text) == (not expected and size == 82 * GB)
+
+
+def test_the_gpu_holds_what_the_driver_does_not_lock(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusing = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    small = SimpleNamespace(total_memory=1 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: small)
+    caplog.set_level(logging.WARNING)
+    held = matrix(torch.bfloat16)
+    assert host_rows.host_matrix(held.__getitem__, COUNT, torch.device("cpu"), 1) is None
+    assert "held by the GPU" in caplog.text
 
 
 def matrix(dtype: torch.dtype) -> Tensor:
@@ -59,8 +80,8 @@ def test_rows_of_a_device_that_reads_the_hosts_memory(
     """It is made once, and no parameter that moves with the others."""
     ops, held, asked = TorchOps(torch.device("cpu")), matrix(dtype), list[int]()
 
-    def host_matrix(rows: object, count: int) -> Tensor:
-        asked.append(count)
+    def host_matrix(rows: object, count: int, ranks: int) -> Tensor:
+        asked.append(count * ranks)
         return filled(torch.empty(count, SIZE, dtype=torch.bfloat16), rows)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ops, "host_matrix", host_matrix)

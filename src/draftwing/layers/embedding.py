@@ -62,12 +62,13 @@ class PerLayerEmbedding(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         form: WeightFormat,
+        ranks: int = 1,
     ) -> None:
         """size: of a layer's embedding.  vocab: tokens that have one; others have that of token 0.  form: of the matrix
-        that is multiplied with."""
+        that is multiplied with.  ranks: that have the same."""
         super().__init__()
         self._shape, self._vocab = (layers, size), vocab
-        self.embed = Embedding(Linear(layers * size, vocab, False, dtype, device, MappedFormat()))
+        self.embed = Embedding(Linear(layers * size, vocab, False, dtype, device, MappedFormat(ranks)))
         self.project = Linear(hidden, layers * size, False, dtype, device, form)
         self.norm = RMSNorm(size, norm.eps, norm.dtype(dtype), device)
         self.some = False  # whether there are other tokens

@@ -66,7 +66,7 @@ class DecoderModel(nn.Module):
         self.config, self.ranks = config, ranks
         layers, pool_layer = config.spread(ranks), pool_layers(config.layers)
         self.embed = Embedding(_vocab_matrix(config, dtype, device, ranks))
-        self.per_layer = _per_layer(config, dtype, device) if config.per_layer else None
+        self.per_layer = _per_layer(config, dtype, device, ranks.size) if config.per_layer else None
         self.layers = nn.ModuleList(
             _kind(layer)(layer, at, dtype, device) for layer, at in zip(layers, pool_layer, strict=True)
         )
@@ -412,9 +412,9 @@ class DecoderModel(nn.Module):
             self._scatter.fill_(int(on))
 
 
-def _per_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> PerLayerEmbedding:
+def _per_layer(config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> PerLayerEmbedding:
     sizes = config.hidden_size, config.per_layer, config.num_layers, config.per_layer_rows
-    made = PerLayerEmbedding(*sizes, config.norm, dtype, device, config.weight_format)
+    made = PerLayerEmbedding(*sizes, config.norm, dtype, device, config.weight_format, ranks)
     made.some = config.per_layer_rows < config.vocab_size
     return made
 

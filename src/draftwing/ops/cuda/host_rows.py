@@ -7,13 +7,15 @@ that were captured go on to read from there. For torch it is a tensor of the GPU
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from draftwing.machine import free_memory
+from draftwing.machine import free_memory, memory_limit
 from draftwing.ops.runtime import filled
 
 logger = logging.getLogger(__name__)
@@ -21,30 +23,47 @@ _SHARE = 8  # a matrix is held by a GPU if it takes no more than this part of it
 _LEFT = 4 << 30  # bytes of the host that are left for all else
 
 
-def belongs_on_host(size: int, memory: int, free: int | None) -> bool:
-    """size: bytes of a matrix; memory: of the GPU; free: bytes of the host's that may still be taken, None: unknown. ->
-    whether the host is to hold it"""
+def belongs_on_host(size: int, memory: int, free: int | None, most: int, ranks: int) -> bool:
+    """size: bytes of a matrix; memory: of the GPU; free: bytes of the host's that may still be taken, None: unknown;
+    most: that it has at all, for as many copies as there are ranks. -> whether the host is to hold it"""
     if size <= memory // _SHARE:
         return False
     if free is not None and size + _LEFT > free:
-        logger.warning(
-            "a table of %.2f GB, of which single rows are read, is held by the GPU: the host has %.2f GB left",
-            size / 1e9, free / 1e9,
-        )  # fmt: skip
+        _say_who(size, f"the host has {free / 1e9:.2f} GB left")
+        return False
+    # Others may have taken theirs already, so what is free does not tell.
+    if size * ranks + _LEFT > most:
+        _say_who(size, f"the host has {most / 1e9:.2f} GB for those of {ranks} ranks")
         return False
     return True
 
 
-def host_matrix(rows: Callable[[Tensor], Tensor], count: int, device: torch.device) -> Tensor | None:
+def _say_who(size: int, why: str) -> None:
+    logger.warning("a table of %.2f GB, of which single rows are read, is held by the GPU: %s", size / 1e9, why)
+
+
+def host_matrix(rows: Callable[[Tensor], Tensor], count: int, device: torch.device, ranks: int) -> Tensor | None:
     """Computes what `Runtime.host_matrix` returns, on a GPU."""
     first = rows(torch.zeros(1, dtype=torch.int64))
     size = count * first.nbytes
     memory = torch.cuda.get_device_properties(device).total_memory
-    if not belongs_on_host(size, memory, free_memory()):
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not belongs_on_host(size, memory, free_memory(), min(memory_limit() or machine, machine), ranks):
         return None
     held = filled(torch.empty(count, first.shape[1], dtype=first.dtype), rows)
+    try:
+        found = on_device(held, device)
+    except NotLocked as error:
+        with suppress(RuntimeError):  # CUDA tells of it once more, at the next kernel
+            torch.ones(1, device=device)
+        _say_who(size, str(error))
+        return None
     logger.info("a table of %.2f GB, of which single rows are read, is held by the host's memory", size / 1e9)
-    return on_device(held, device)
+    return found
+
+
+class NotLocked(RuntimeError):
+    """Says that the driver did not lock pages."""
 
 
 def on_device(held: Tensor, device: torch.device) -> Tensor:
@@ -64,7 +83,7 @@ class _Locked:
         runtime = torch.cuda.cudart()
         code = runtime.cudaHostRegister(held.data_ptr(), held.nbytes, 0)
         if int(code):
-            raise RuntimeError(f"cudaHostRegister of {held.nbytes} bytes: CUDA error {int(code)}")
+            raise NotLocked(f"cudaHostRegister of {held.nbytes} bytes: CUDA error {int(code)}")
         self.__cuda_array_interface__ = {
             "shape": (held.nbytes,), "typestr": "|u1", "data": (held.data_ptr(), False), "version": 2,
         }  # fmt: skip
