@@ -120,6 +120,19 @@ def test_a_model_that_keeps_nothing_of_tokens_has_room_for_states(harness, hybri
     assert size.states == 6 * 2 + size.tokens // 64 and size.states * each < GB
 
 
+def test_where_nothing_is_kept_of_tokens_all_memory_is_counted(harness, hybrid, monkeypatch):
+    model = harness.model_of(config_of(HYBRIDS["alone"], harness.CONTEXT))
+    rig, each = hybrid._replace(model=model), 4 * (4 * 16 * 32 + 3 * 128) + 4 * (4 * 16 * 32 + 2 * 256)
+    records = 2 * TREE.nodes * 4 * (128 + 256 + 2 * (4 + 4))
+    for budget in range(4 * each + 3 * records, 20 * each + 8 * records, 5000):
+        monkeypatch.setattr(sizing, "CPU_POOL_BYTES", budget)
+        size = sizing.size_pool(options(max_total_tokens=10), rig, 1000, 0)
+        rows = sizing.rows_of(options(), size.states)
+        assert 640 + size.states * each + (rows + 1) * records <= budget
+    with pytest.raises(ConfigError, match=r"^--max-total-tokens 20000000: .* lower it"):
+        sizing.size_pool(options(max_total_tokens=20_000_000), rig, 1000, 0)
+
+
 def test_no_more_requests_run_than_have_states_and_records(hybrid):
     asked = options()
     for budget in range(3 * STATE + 2 * RECORDS, 12 * STATE + 7 * RECORDS, 1000):

@@ -101,13 +101,18 @@ def size_pool(options: Options, rig: Rig, length: int, graph_size: int) -> PoolS
         budget = int(tokens * slot_bytes * fraction / (1 - fraction))
         return PoolSize(tokens, state_slots(options, rig, budget, tokens))
     budget = pool_budget(options, rig, length, graph_size, slot_bytes)
-    if not kept:  # states have what the lists of tokens leave
-        assert options.max_running_requests
-        tokens = options.max_total_tokens or min(2 * options.max_running_requests * length, budget // 16 // slot_bytes)
-        return PoolSize(tokens, state_slots(options, rig, budget - tokens * slot_bytes, tokens))
     dtype = rig.model.dtype
     # CUDA has room for those of all rows already. On a CPU memory is taken as rows are first used.
     records = 0 if rig.device.has_own_memory else record_bytes(rig.layers, 0, rig.nodes, dtype)
+    if not kept:  # states have what the lists of tokens leave
+        assert options.max_running_requests
+        tokens = options.max_total_tokens or min(2 * options.max_running_requests * length, budget // 16 // slot_bytes)
+        if tokens * slot_bytes >= budget:
+            raise ConfigError(
+                f"--max-total-tokens {tokens}: lists of so many take {tokens * slot_bytes / 1e9:.2f} GB of "
+                f"{budget / 1e9:.2f} for these and for states: lower it, or raise --mem-fraction-static"
+            )
+        return PoolSize(tokens, state_slots(options, rig, budget - tokens * slot_bytes, tokens, records))
     states = state_slots(options, rig, int(budget * fraction), budget // slot_bytes, records)
     taken = states * state_bytes(rig.layers, dtype) + (rows_of(options, states) + 1) * records
     return PoolSize((budget - taken) // slot_bytes, states)
