@@ -18,6 +18,10 @@ class DistantCpu(CpuDevice):
     has_own_memory = True
     asked: int = 3
 
+    def peak(self, fn: Callable[[], object]) -> int:
+        fn()
+        return 0
+
     def copy_out(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], bool]:
         for _, host in pairs:
             host.fill_(0xA5)

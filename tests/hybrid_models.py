@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -207,8 +207,19 @@ def reference(kind: str, **overrides: Any) -> Any:
         if "layer types" not in str(error):
             raise
         pytest.skip(f"transformers {transformers.__version__} has other layers of {prefix}")
+    return of_values(getattr(transformers, f"{prefix}ForCausalLM"), config)
+
+
+def mamba2(vocab_size: int) -> Any:
+    """Of transformers, as `reference`: no layer has attention."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 32}
+    return of_values(transformers.Mamba2ForCausalLM, transformers.Mamba2Config(vocab_size=vocab_size, **sizes))
+
+
+def of_values(kind: Callable[[Any], Any], config: Any) -> Any:
+    """A model of a config with random weights, and values of norms and decays that matter."""
     torch.manual_seed(0)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
+    model = kind(config).float().eval()
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith("A_log"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from hybrid_models import layer_weights, reference, saved, with_layer
+from hybrid_models import layer_weights, mamba2, reference, saved, with_layer
 from reference.checkpoints import llama_target
 from tiny_checkpoint import VOCAB, write_tokenizer
 
@@ -84,7 +84,8 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 def write_hybrid(folder: Path, kind: str) -> Path:
     """Writes a model with recurrent layers, Qwen3.5 with its prediction layer."""
-    theirs = reference(kind, vocab_size=VOCAB, max_position_embeddings=1024)
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": 1024}
+    theirs = mamba2(VOCAB) if kind == "mamba2" else reference(kind, **sizes)
     if kind == "qwen3.5":
         with_layer(folder, theirs, layer_weights(theirs))
     else:

@@ -111,7 +111,9 @@ def test_groups_of_a_text_are_looked_up_together(model: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3.5", pytest.param("qwen3-next", marks=pytest.mark.exhaustive), "lfm2"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3.5", pytest.param("qwen3-next", marks=pytest.mark.exhaustive), "lfm2", "mamba2"]
+)
 def test_hybrids_begin_with_a_snapshot(hybrid: Callable[[str], Path], kind: str) -> None:
     prompt = tokens(300)
     first = once(hybrid(kind), None, prompt)
@@ -310,7 +312,7 @@ def test_both_levels_have_one_text(model: Path, tmp_path: Path) -> None:
             evict(engine)
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3.5", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3.5", marks=pytest.mark.exhaustive), "mamba2"])
 def test_files_are_read_ahead(
     model: Path, hybrid: Callable[[str], Path], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,9 @@ def test_what_is_in_memory_is_not_read(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3.5", pytest.param("qwen3-next", marks=pytest.mark.exhaustive), "lfm2"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3.5", pytest.param("qwen3-next", marks=pytest.mark.exhaustive), "lfm2", "mamba2"]
+)
 def test_hybrids_begin_with_a_snapshot(hybrid: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
     model, prompt = hybrid(kind), tokens(300)
     first = once(model, None, prompt)

@@ -53,6 +53,10 @@ class HostLevel:
         self._most = max(device.total_memory() // FLYING, self._each)
 
     @property
+    def _blocks_at_once(self) -> int:
+        return max(self._most // GROUPS // max(self._each, 1), 1)
+
+    @property
     def pending(self) -> bool:
         """Returns whether there is something to copy to the host, or on its way there."""
         return bool(self._texts or self.store.leaving)
@@ -104,7 +108,7 @@ class HostLevel:
             found = self.store.write(parts.entries[whole:], self._states.gather(self._upload(state)), keep)
             self._tell_kept(True, state, parts.entries[whole : whole + found])
             return found > 0
-        most = max(self._most // GROUPS // self._each, 1)
+        most = self._blocks_at_once
         blocks = [at for at in lacking[:most] if at < whole]
         slots = np.concatenate([parts.slots_of(at) for at in blocks])
         entries = [parts.entries[at] for at in blocks]
@@ -128,14 +132,15 @@ class HostLevel:
     def fill(self, digests: Sequence[bytes], first: int, slots: IntArray) -> int:
         """Starts to copy blocks to slots: of the first one what is behind `first`. Returns how many slots; 0 where the
         block is not there."""
-        most = 1 if first else max(self._most // GROUPS // self._each, 1)
+        most = 1 if first else self._blocks_at_once
         wanted = digests[: min(most, -(-(first + len(slots)) // BLOCK))]
         found = list(takewhile(self.store.__contains__, wanted))
         if not found:
             return 0
         at = slots[: len(found) * BLOCK - first]
-        self._slots.scatter(self._upload(at), self.store.read(found), first)
-        self._tell(bring_parts, False, at, self.store.places(found), first)
+        if self._each:  # else no layer keeps anything of tokens
+            self._slots.scatter(self._upload(at), self.store.read(found), first)
+            self._tell(bring_parts, False, at, self.store.places(found), first)
         seen = np.concatenate([self.store.note(digest) for digest in found])
         self._catch_ups.prompts.note_seen(at, seen[first : first + len(at)])
         return len(at)

@@ -60,7 +60,7 @@ class ReadAhead:
             self._free += buffers
             raise
         self._left += [(buffer, done) for buffer in buffers]
-        return there.view(len(buffers), -1), ends
+        return there.view(len(buffers), len(buffer) - tail), ends
 
     def _further(self, digests: Sequence[bytes], stop: Callable[[], bool]) -> Iterator[Tensor]:
         """Yields the buffers of the blocks behind the first one, as far as they are what they should be."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class SlotBytes:
-    """each: bytes of one slot in all tensors."""
+    """each: bytes of one slot in all tensors, 0 where none has elements."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """tensors: [slots, ...], of any types. Those without elements are left out."""
@@ -38,16 +38,16 @@ class SlotBytes:
     def write(self, slots: Tensor, data: memoryview, first: int = 0) -> None:
         """Writes slots [n] with what `read` has returned of them, and of others before and behind: theirs begin with
         the `first` one."""
-        stored = torch.frombuffer(data, dtype=torch.uint8).to(slots.device)
-        self.scatter(slots, stored.view(1, -1), first)
+        if self.each:
+            stored = torch.frombuffer(data, dtype=torch.uint8).to(slots.device)
+            self.scatter(slots, stored.view(1, -1), first)
 
     def scatter(self, slots: Tensor, stored: Tensor, first: int = 0) -> None:
         """Does so with what `gather` has returned [groups, bytes], of which group after group is written. Nobody
         waits."""
-        groups, count, at = len(stored), stored.shape[1] // self.each, 0
-        assert stored.shape[1] == self.each * count and first + len(slots) <= groups * count, (
-            "the bytes are of other slots"
-        )
+        groups, count, at = len(stored), stored.shape[1] // max(self.each, 1), 0
+        assert stored.shape[1] == self.each * count, "the bytes are of other slots"
+        assert not self.each or first + len(slots) <= groups * count, "the bytes are of other slots"
         for rows in self._rows:
             size = count * rows.shape[1] * rows.itemsize
             if _fits(stored, at, rows):
