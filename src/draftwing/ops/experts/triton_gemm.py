@@ -2,10 +2,11 @@
 experts that were chosen are read. Those of few tokens are `ops.experts.cuda`' where it takes the weight.
 
 Weights that are quantised are dequantised in registers, to the values of `groups.unpacked`. A row's bits depend on that
-row, its expert and the kind of tile. Where they are to be the same in any batch, columns are summed in the order of
-`ops.experts.cuda`: shares of every eighth chunk of 64, of which an instruction takes the sets of 16 that a warp's lanes
-have there, of 32 columns or, where weights are quantised, of 64 (`spread_of`). Weights are an instruction's first
-operand then, from registers: a lane loads columns that lie side by side, and has what it multiplies (`_in_sets`).
+row, its expert and the kind of tile. Where they are to be the same in any batch, and of quantised weights always,
+columns are summed in the order of `ops.experts.cuda`: shares of every eighth chunk of 64, of which an instruction takes
+the sets of 16 that a warp's lanes have there, of 32 columns or, where weights are quantised, of 64 (`spread_of`).
+Weights are an instruction's first operand then, from registers: a lane loads columns that lie side by side, and has
+what it multiplies (`_in_sets`). In float32 columns are summed as they lie.
 """
 
 # mypy: allow-untyped-defs
