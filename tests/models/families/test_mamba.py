@@ -21,7 +21,7 @@ from draftwing.models.loader import load_config, load_model
 def write(path: Path, config: Any, tensors: dict[str, torch.Tensor]) -> None:
     kind = MODEL_ARCH.MAMBA2 if config.model_type == "mamba2" else MODEL_ARCH.MAMBA
     writer = gguf_package.GGUFWriter(path, gguf_package.MODEL_ARCH_NAMES[kind])
-    inner, heads = config.expand * config.hidden_size, getattr(config, "num_heads", 0)
+    inner, heads = config.intermediate_size, getattr(config, "num_heads", 0)
     writer.add_context_length(2**20)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(0)

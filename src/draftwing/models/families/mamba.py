@@ -112,10 +112,10 @@ _MAMBA: dict[str, Any] = {
     "apart": renamed({"model.embeddings.": "model.embed_tokens.", "model.embedding.": "model.embed_tokens."}),
     "neutral": {
         **dict.fromkeys(
-            ("chunk_size", "d_inner", "d_model", "fused_add_norm", "n_layer", "norm_before_gate", "pad_vocab_size_multiple",
-             "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_init_scheme",
-             "time_step_max", "time_step_min", "time_step_rank", "time_step_scale", "use_associative_scan",
-             "use_falcon_mambapy", "use_mambapy")
+            ("chunk_size", "d_inner", "d_model", "fused_add_norm", "n_layer", "norm_before_gate",
+             "pad_vocab_size_multiple", "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor",
+             "time_step_init_scheme", "time_step_max", "time_step_min", "time_step_rank", "time_step_scale",
+             "use_associative_scan", "use_falcon_mambapy", "use_mambapy")
         ),
         "rms_norm": (True,),
         "ssm_cfg": ({},),
