@@ -169,6 +169,7 @@ FAMILIES = {
         apart=renamed({f".moe.{part}_proj.weight": f".moe.experts.{part}_proj" for part in ("gate", "up", "down")}),
         neutral={
             **dict.fromkeys(("need_fp32_gate", "use_moe", "moe_every_n_layer")),
+            "moe_layer_offset": (0,),
             "att_impl_type": ("GQA",),
             "sink": (False,),
             "use_mfa": (False,),
