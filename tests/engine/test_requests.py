@@ -132,7 +132,7 @@ def test_random_requests_give_the_same_tokens(harness, cases, shape, lag):
 @pytest.mark.further(harness="ranks")
 def test_random_requests_under_preemption_and_small_chunks(harness, cases):
     model, every, expected, book = cases
-    rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=2, slots=150, chunk=7)
+    rig = harness.Rig(model, shapes=(TREE,), drafter="oracle", book=book, miss=2, slots=80, chunk=7)
     for i, case in enumerate(every):
         submit(harness, rig, case, i)
     got = rig.run()
