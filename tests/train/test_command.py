@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -563,6 +564,9 @@ def trained_by_two(out: Path) -> None:
             try:
                 signal.alarm(60)
                 code = main(["train", "fit", "--out", str(out)])
+            except BaseException:
+                traceback.print_exc()  # `_exit` says nothing
+                raise
             finally:
                 os._exit(code)
         children.append(child)
