@@ -224,7 +224,8 @@ class Case(NamedTuple):
     def peer_environ(self) -> dict[str, str]:
         """Returns variables of the peer's: no NVLink multicast, no network, and how drafts are accepted."""
         found = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "HF_HUB_OFFLINE": "1"}
-        found["SGLANG_JIT_DEEPGEMM_PRECOMPILE"] = "0"  # else a start compiles for 16,384 sizes, for minutes
+        # Else a start compiles for 16,384 sizes, for minutes; now the waves that warm it do, for theirs.
+        found["SGLANG_JIT_DEEPGEMM_PRECOMPILE"] = "0"
         if self.drafts is not None and self.drafts.peer:
             found |= {
                 "SGLANG_SIMULATE_ACC_LEN": str(self.drafts.accepted), "SGLANG_SIMULATE_ACC_METHOD": "match-expected",

@@ -138,8 +138,8 @@ def _of_words(
 
 @triton.jit
 def _in_sets(found, FEATURES: tl.constexpr, STEP: tl.constexpr, SPREAD: tl.constexpr):
-    """found [FEATURES, STEP], columns as they lie -> in the order of a product, in which one of four lanes has pairs
-    that are a quarter of SPREAD apart from its next neighbour's, and are its own where they come from."""
+    """found [FEATURES, STEP], columns as they lie -> in the order of a product: of each set of 16, lane t of four
+    multiplies columns 2t, 2t + 1, 2t + 8 and 2t + 9, which come from the SPREAD / 4 side by side that it has loaded."""
     parts = tl.reshape(found, [FEATURES, STEP // SPREAD, 4, SPREAD // 16, 2, 2])
     return tl.reshape(tl.permute(parts, (0, 1, 3, 4, 2, 5)), [FEATURES, STEP])
 
@@ -372,7 +372,7 @@ class ExpertGemm:
             return gemm_experts.multiply(_NAMES[act], x, weight, bias, routed, width, limit)
         kind = DENSE if isinstance(weight, Tensor) else weight.kind
         features, warps, stages = SHAPES[kind, tiles.rows][act != _PLAIN.value]
-        # Of weights that are quantised nothing is faster than the order of few pairs.
+        # Quantised weights have one form: by measured ratios it is no slower than one that sums columns as they lie.
         spread = spread_of(kind) if (tiles.exact or kind != DENSE) and not wide else 0
         x_in_sets = spread > 0 and x.shape[1] % spread == 0
         x = _in_order(x, spread) if x_in_sets else x

@@ -190,12 +190,11 @@ class SharesGemm:
         return weight if self.weights_in_sets else in_sets(weight)
 
 
-def in_sets(x: Tensor, spread: int = 32) -> Tensor:
-    """x [R, K] in 16 bits, K a multiple of `spread` -> the same, columns as instructions of gemm.cu take them: of 32
-    the first four of each eight, then the others; of 64, as gemm_experts.cu has quantised weights, the first four of
-    each 16, then the next four, and so on. These take any 16 columns that lie side by side."""
+def in_sets(x: Tensor) -> Tensor:
+    """x [R, K] in 16 bits, K a multiple of 32 -> the same, columns as instructions of gemm.cu take them: of 32 the
+    first four of each eight, then the others. The kernels here multiply any 16 columns that lie side by side."""
     rows, columns = x.shape
-    fours = x.contiguous().view(torch.int64).view(rows, columns // spread, 4, spread // 16)
+    fours = x.contiguous().view(torch.int64).view(rows, columns // 32, 4, 2)
     return fours.transpose(2, 3).reshape(rows, columns // 4).view(x.dtype)
 
 
