@@ -257,10 +257,11 @@ def write_gguf(
     kind: Type = Type.F32,
     joined: bool = False,
     apart: bool | None = None,
+    only_mtp: bool = False,
 ) -> Path:
     """A file as llama.cpp's converter lays it out. tensors: of a model of transformers and, with other names, of a
     prediction layer.  kind: of matrices.  joined: as files of old have latent attention.  apart: whether it has the
-    two parts of its matrix, None: if it has not the whole."""
+    two parts of its matrix, None: if it has not the whole.  only_mtp: the layer, embedding and head alone."""
     arch = ARCHITECTURES.get(config.model_type, "deepseek2")
     writer = gguf_package.GGUFWriter(path, arch)
     predicts = any(name.endswith("eh_proj.weight") for name in tensors)
@@ -275,6 +276,8 @@ def write_gguf(
         writer.add_indexer_top_k(config.index_topk)
     experts: dict[str, list[Tensor]] = {}
     for name, value in tensors.items():
+        if only_mtp and name.startswith("model.layers.") and int(name.split(".")[2]) < config.num_hidden_layers:
+            continue
         stored = value.detach().float()
         if name.endswith("kv_b_proj.weight") and (not joined if apart is None else apart):
             block = f"blk.{name.split('.')[2]}"

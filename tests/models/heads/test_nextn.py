@@ -19,12 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.cache_utils import MtpCache
 
+from draftwing.config.options import Options
 from draftwing.engine.devices import pick_device
 from draftwing.errors import CheckpointError
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.heads.mtp import MTPHead
-from draftwing.models.loader import load_model
+from draftwing.models.heads.own_layers import with_own_layers
+from draftwing.models.loader import load_config, load_model
 from draftwing.parallel.ranks import ALONE, Absent, Ranks
 from draftwing.train.capture import FeatureModel
 
@@ -92,6 +94,26 @@ def test_of_a_gguf_file(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixt
     head = load_mtp_head(path, model, torch.float32, "cpu")
     assert "not used" not in caplog.text
     check(head, model, theirs, layer)
+
+
+@pytest.mark.further(kind=["deepseek-v3.2", "glm4-moe"], beside=True)
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("kind", ["glm4-moe", "glm4-moe-lite", "deepseek-v3.2", "glm-5"])
+def test_a_gguf_file_has_the_layer_of_the_folder(tmp_path: Path, kind: str, beside: bool) -> None:
+    """In the model's file, or in one of its own next to it, as llama.cpp's converter writes them."""
+    theirs = reference(kind)
+    own, layer = theirs.state_dict(), published(theirs, predicting(theirs))
+    folder = with_layer(tmp_path / "model", theirs, layer)
+    expected = load_mtp_head(folder, load_model(folder, torch.float32, "cpu"), torch.float32, "cpu")
+    file = write_gguf(tmp_path / "m-F32.gguf", theirs.config, own if beside else {**own, **layer})
+    side = file.with_name(f"mtp-{file.name}")
+    if beside:
+        write_gguf(side, theirs.config, {**own, **layer}, only_mtp=True)
+    options = with_own_layers(Options(model=str(file)).resolve(), file, load_config(file))
+    assert options.drafter == "NEXTN" and options.speculative_draft_model_path == (str(side) if beside else None)
+    model = load_model(file, torch.float32, "cpu")
+    head = load_draft_head(side if beside else file, model, "NEXTN", torch.float32, "cpu")
+    assert all(torch.equal(one, other) for one, other in zip(head.parameters(), expected.parameters(), strict=True))
 
 
 @pytest.mark.slow
