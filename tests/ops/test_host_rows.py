@@ -23,26 +23,29 @@ GB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("size", "memory", "free", "ranks", "expected"),
+    ("size", "memory", "free", "ranks", "alike", "expected"),
     [
-        (10 * GB, 80 * GB, 200 * GB, 1, False),  # an eighth of the GPU's
-        (10 * GB + 1, 80 * GB, 200 * GB, 1, True),
-        (82 * GB, 141 * GB, 128 * GB, 1, True),
-        (82 * GB, 141 * GB, 84 * GB, 1, False),  # little would be left of the host's
-        (82 * GB, 141 * GB, None, 1, True),
-        (82 * GB, 141 * GB, 200 * GB, 2, True),
-        (82 * GB, 141 * GB, 100 * GB, 2, True),  # the other rank has its own already
-        (82 * GB, 141 * GB, 200 * GB, 3, False),
-        (82 * GB, 141 * GB, None, 3, False),
+        (10 * GB, 80 * GB, 200 * GB, 1, 1, False),  # an eighth of the GPU's
+        (10 * GB + 1, 80 * GB, 200 * GB, 1, 1, True),
+        (82 * GB, 141 * GB, 128 * GB, 1, 1, True),
+        (82 * GB, 141 * GB, 84 * GB, 1, 1, False),  # little would be left of the host's
+        (82 * GB, 141 * GB, None, 1, 1, True),
+        (82 * GB, 141 * GB, 200 * GB, 2, 1, True),
+        (82 * GB, 141 * GB, 100 * GB, 2, 1, True),  # the other rank has its own already
+        (82 * GB, 141 * GB, 200 * GB, 3, 1, False),
+        (82 * GB, 141 * GB, None, 3, 1, False),
+        (5 * GB, 80 * GB, 200 * GB, 1, 2, False),  # all of them together
+        (5 * GB + 1, 80 * GB, 200 * GB, 1, 2, True),
+        (41 * GB, 141 * GB, 200 * GB, 2, 3, False),
     ],
 )
 def test_who_holds_it(
-    caplog: pytest.LogCaptureFixture, size: int, memory: int, free: int | None, ranks: int, expected: bool
+    caplog: pytest.LogCaptureFixture, size: int, memory: int, free: int | None, ranks: int, alike: int, expected: bool
 ) -> None:
     """Of a host of 220 GB."""
     caplog.set_level(logging.WARNING)
-    assert host_rows.belongs_on_host(size, memory, free, 220 * GB, ranks) == expected
-    assert ("held by the GPU" in caplog.text) == (not expected and size == 82 * GB)
+    assert host_rows.belongs_on_host(size, memory, free, 220 * GB, ranks, alike) == expected
+    assert ("held by the GPU" in caplog.text) == (not expected and size > 40 * GB)
 
 
 def test_the_gpu_holds_what_the_driver_does_not_lock(
@@ -55,7 +58,7 @@ def test_the_gpu_holds_what_the_driver_does_not_lock(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: small)
     caplog.set_level(logging.WARNING)
     held = matrix(torch.bfloat16)
-    assert host_rows.host_matrix(held.__getitem__, COUNT, torch.device("cpu"), 1) is None
+    assert host_rows.host_matrix(held.__getitem__, COUNT, torch.device("cpu"), 1, 1) is None
     assert "held by the GPU" in caplog.text
 
 
@@ -80,8 +83,8 @@ def test_rows_of_a_device_that_reads_the_hosts_memory(
     """It is made once, and no parameter that moves with the others."""
     ops, held, asked = TorchOps(torch.device("cpu")), matrix(dtype), list[int]()
 
-    def host_matrix(rows: object, count: int, ranks: int) -> Tensor:
-        asked.append(count * ranks)
+    def host_matrix(rows: object, count: int, ranks: int, alike: int) -> Tensor:
+        asked.append(count * ranks * alike)
         return filled(torch.empty(count, SIZE, dtype=torch.bfloat16), rows)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ops, "host_matrix", host_matrix)

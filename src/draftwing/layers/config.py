@@ -72,10 +72,10 @@ class ExpertConfig:
 
     count: experts that there are.  routing: how a row chooses some of them.  ffn: width of one, of this rank.
     router_bias, bias: of the router, and of the experts' GEMMs.  limit: of a clamped gate (`LayerOps.clamped_swiglu`),
-    0: the gate is SiLU.  bound: as `LayerConfig` has it, of those that are chosen.  shared: width, of this rank, of one
-    more that every row goes to; 0: there is none.
-    shared_gate: whether that has a gate of its own.  wide_router: whether the router's weight and logits are in
-    float32.  latent: what a row is brought to before it goes to experts, and brought back from, 0: its own size.
+    0: the gate is SiLU.  silu_limit: as `LayerConfig` has it, of those that are chosen.  shared: width, of this rank,
+    of one more that every row goes to; 0: there is none.  shared_gate: whether that has a gate of its
+    own.  wide_router: whether the router's weight and logits are in float32.  latent: what a row is brought to before
+    it goes to experts, and brought back from, 0: its own size.
     beside: whether they are beside the layer's MLP, not in its place (`layers.experts.ExpertsBeside`).  scales_inputs:
     whether the sigmoid of a row's logit multiplies what its one expert reads, and what that gives has weight 1.
     uncorrected: whether checkpoints have no correction of each expert, as if it were 0, though there is one by the
@@ -88,7 +88,7 @@ class ExpertConfig:
     router_bias: bool = False
     bias: bool = False
     limit: float = 0.0
-    bound: float = 0.0
+    silu_limit: float = 0.0
     shared: int = 0
     shared_gate: bool = False
     wide_router: bool = False
@@ -168,6 +168,7 @@ class NgramConfig:
     tables: rows of each head, those of the shortest n-grams first.  multipliers: of the tokens of an n-gram, the newest
     first.  end: the token that ends texts, which stands before each.  taps: of the convolution.  rows: of all tables,
     with padding.  parts: tensors of a checkpoint that the table is cut into, so many of one size but for the last.
+    layers: of the model, that have such a table.
     """
 
     DIGITS: ClassVar[int] = 3  # of a token's id, in slots of the pool
@@ -180,6 +181,7 @@ class NgramConfig:
     taps: int
     rows: int
     parts: int
+    layers: int = 1
 
 
 @dataclass(frozen=True)
@@ -194,11 +196,12 @@ class LayerConfig:
     embedding of the token that this layer alone reads (`layers.embedding`), 0: there is none.  scaled: whether its
     output has a factor.  normed_residual: whether mixer and MLP add to what they read, not to the stream before its
     norm.  sparsity: standard deviations above the mean of a row's gates below which they count as 0, None: they are as
-    they are.  bound: what SiLU of a gate is at most, and its up in size, of the MLP or of the expert of all rows, 0:
-    there is none.  streams: in place of one residual stream (`layers.streams`, `layers.altup`). ngram: what it adds to
-    them first, beside a mixer that keeps its state by row.  block: columns between two matrices of an MLP that one rank
-    has together.  weight_format: of its matrices, see `ModelConfig.spread`.  inputs: of the matrices whose inputs are
-    gathered, by their name in the layer, what each rank has of these; none but where results have the bits of one rank.
+    they are.  silu_limit: what SiLU of a gate is at most, and its up in size, of the MLP or of the expert of all rows,
+    0: there is none.  streams: in place of one residual stream (`layers.streams`, `layers.altup`). ngram: what it adds
+    to them first, beside a mixer that keeps its state by row.  block: columns between two matrices of an MLP that one
+    rank has together.  weight_format: of its matrices, see `ModelConfig.spread`.  inputs: of the matrices whose inputs
+    are gathered, by their name in the layer, what each rank has of these; none but where results have the bits of one
+    rank.
     """
 
     hidden: int
@@ -217,7 +220,7 @@ class LayerConfig:
     scaled: bool = False
     normed_residual: bool = False
     sparsity: float | None = None
-    bound: float = 0.0
+    silu_limit: float = 0.0
     streams: StreamsConfig | None = None
     ngram: NgramConfig | None = None
     block: int = 1

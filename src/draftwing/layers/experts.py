@@ -20,7 +20,7 @@ from draftwing.layers.linear_ops.base import LinearOp, PackMode, ParamSlice, Wei
 from draftwing.layers.linear_ops.dense import DENSE, Dense, as_dense
 from draftwing.layers.linear_ops.groups import dequantised
 from draftwing.layers.linear_ops.parallel import JoinedOutputs, NormedSum
-from draftwing.layers.mlp import BoundedGates, GatedMLP, UngatedMLP
+from draftwing.layers.mlp import GatedMLP, LimitedGates, UngatedMLP
 from draftwing.layers.norm import RMSNorm
 from draftwing.ops.experts.routing import ExpertGemm, MixtureWeights, Routed, WholeMixture
 from draftwing.ops.experts.rows import ExpertRows
@@ -46,8 +46,8 @@ class ExpertMLP(nn.Module):
         super().__init__()
         experts, hidden, form = config.experts, config.hidden, config.weight_format.of_experts
         assert experts is not None and (config.activation == "silu" or not experts.limit)
-        assert not experts.bound or (config.activation == "silu" and not experts.limit)
-        self.gates = BoundedGates(experts.bound) if experts.bound else None
+        assert not experts.silu_limit or (config.activation == "silu" and not experts.limit)
+        self.gates = LimitedGates(experts.silu_limit) if experts.silu_limit else None
         assert not experts.scales_inputs or (experts.routing.top_k == 1 and experts.routing.renormalise)
         self.experts, self._ranks, self._gelu = experts, config.ranks, config.activation == "gelu"
         self._alone = config.ranks.size == 1 and not config.ranks.invariant  # no other ranks do the same in other ways

@@ -36,18 +36,18 @@ class SparseGates(ByOps):
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
 
-class BoundedGates(ByOps):
-    """SiLU of gates, which is at most `bound`, times ups, whose size is at most that."""
+class LimitedGates(ByOps):
+    """SiLU of gates, which is at most `limit`, times ups, whose size is at most that."""
 
-    def __init__(self, bound: float) -> None:
+    def __init__(self, limit: float) -> None:
         super().__init__()
-        self._bound = bound
+        self._limit = limit
 
     def forward(self, gate_up: Tensor) -> Tensor:
         """gate_up [M, 2 * ffn] -> [M, ffn]. A row has the same bits in any batch."""
         gate, up = gate_up.chunk(2, 1)
         let_through = self.ops.silu_mul(self.ops.concat_columns(gate, torch.ones_like(up)))
-        return let_through.clamp(max=self._bound) * up.clamp(-self._bound, self._bound)
+        return let_through.clamp(max=self._limit) * up.clamp(-self._limit, self._limit)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm
 
@@ -61,10 +61,10 @@ class GatedMLP(nn.Module):
         self.gelu = config.activation == "gelu"
         self.gate_up = Linear(hidden, 2 * ffn, bias, dtype, device, form)
         self.down = config.last_matrix("mlp", ffn, bias, dtype, device)
-        self.gates: SparseGates | BoundedGates | None = None  # that are not made with the product
-        if config.sparsity is not None or config.bound:
-            assert self.gelu == (config.sparsity is not None) and not (self.gelu and config.bound)
-            self.gates = BoundedGates(config.bound) if config.sparsity is None else SparseGates(config.sparsity)
+        self.gates: SparseGates | LimitedGates | None = None  # that are not made with the product
+        if config.sparsity is not None or config.silu_limit:
+            assert self.gelu == (config.sparsity is not None) and not (self.gelu and config.silu_limit)
+            self.gates = LimitedGates(config.silu_limit) if config.sparsity is None else SparseGates(config.sparsity)
 
     def forward(self, x: Tensor | Fp8Rows, residual: Tensor | None = None) -> Tensor:
         """x [M, hidden]; residual [M, hidden] is added, and may be overwritten -> [M, hidden]"""

@@ -40,7 +40,8 @@ class NgramLayer(nn.Module):
         self._count, size, form = config.streams.count, config.ngram.size, config.weight_format
         wide = self._count * config.hidden
         row, rows = size // len(config.ngram.tables), config.ngram.rows
-        self.embed = Embedding(Linear(row, rows, False, dtype, device, MappedFormat(config.ranks.size)))
+        mapped = MappedFormat(config.ranks.size, config.ngram.layers)
+        self.embed = Embedding(Linear(row, rows, False, dtype, device, mapped))
         self.key = Linear(size, wide, False, dtype, device, form)
         self.value = Linear(size, config.hidden, False, dtype, device, form)
         norm = config.hidden, self._count, config.norm, dtype, device

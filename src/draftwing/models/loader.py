@@ -271,8 +271,10 @@ def _of_language(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> 
     """Those of the language model itself: without prediction layers, which the drafter loads if such are served, and
     what reads images and hears."""
     aside = size = unserved = 0
+    idle = [i for i, layer in enumerate(config.layers) if not (layer.mixes or layer.has_mlp)]  # without images
+    others = (*OTHER_SENSES, *(f"model.layers.{i}." for i in idle))
     for name, value in tensors:
-        if name.startswith(OTHER_SENSES):
+        if name.startswith(others):
             aside, size = aside + 1, size + value.nbytes
         elif name.startswith(MTP_PREFIXES):
             unserved += not predicts(name, config)

@@ -64,9 +64,10 @@ class Runtime:
         first = rows(torch.zeros(1, dtype=torch.int64))
         return filled(torch.empty(count, first.shape[1], dtype=first.dtype, device=self.device), rows)
 
-    def host_matrix(self, rows: Callable[[Tensor], Tensor], count: int, ranks: int) -> Tensor | None:
+    def host_matrix(self, rows: Callable[[Tensor], Tensor], count: int, ranks: int, alike: int) -> Tensor | None:
         """Returns the same matrix in the host's memory, as a tensor of the device, which reads it from there; None
-        where it is better held by the device. ranks: of this host, which ask for one each."""
+        where it is better held by the device. ranks: of this host, which ask for one each.  alike: such matrices of the
+        model."""
         return None
 
     def round_up_rows(self, count: int) -> int:

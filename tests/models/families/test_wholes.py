@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from hybrid_models import whole_logits
+from published import written
 from safetensors.torch import load_file, save_file
 
 from draftwing.errors import CheckpointError
@@ -159,3 +161,12 @@ def test_language_models_of_another_kind_are_refused(name: str) -> None:
         else:
             with pytest.raises(CheckpointError, match=f"text_config.model_type: expected .*; found {kind!r}"):
                 language_model(changed)
+
+
+def test_layers_that_read_images_alone_are_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    written(tmp_path, "llama-3.2-11b-vision-instruct")  # of five layers
+    load_model(tmp_path, torch.float32, "cpu")
+    parts = "vision_model", "multi_modal", ".layers.1.", ".layers.3."
+    aside = [name for name in load_file(tmp_path / "model.safetensors") if any(part in name for part in parts)]
+    assert f"{len(aside)} tensors for images or sound are not loaded" in caplog.text and "not used" not in caplog.text

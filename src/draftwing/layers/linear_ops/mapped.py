@@ -24,22 +24,24 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  #
 @dataclass(frozen=True)
 class MappedFormat(WeightFormat):
     """Rows as a checkpoint stores them, mapped from its file; a device with memory of its own gets them all, there or
-    in the host's memory (`Runtime.host_matrix`). ranks: that have all of them, each by itself."""
+    in the host's memory (`Runtime.host_matrix`). ranks: that have all of them, each by itself.  count: such matrices of
+    the model."""
 
     ranks: int = field(default=1, compare=False)
+    count: int = field(default=1, compare=False)
     takes_blocks: ClassVar[bool] = True
 
     def create(self, layer: LinearBase, dtype: torch.dtype, device: torch.device) -> LinearOp:
         DenseFormat().create(layer, dtype, device)
-        return Mapped(layer, dtype, self.ranks)
+        return Mapped(layer, dtype, self.ranks, self.count)
 
 
 class Mapped(Dense):
     """A weight that is never multiplied with."""
 
-    def __init__(self, layer: LinearBase, dtype: torch.dtype, ranks: int) -> None:
+    def __init__(self, layer: LinearBase, dtype: torch.dtype, ranks: int, count: int) -> None:
         super().__init__(layer)
-        self._dtype, self._ranks = dtype, ranks
+        self._dtype, self._ranks, self._count = dtype, ranks, count
         self._kept: Tensor | BlockRows | None = None
         self._parts: dict[int, Tensor] = {}  # by their first row, of a matrix that is stored in several
         self._read: Callable[[Tensor], Tensor] | None = None  # ids [M] -> rows, as the device does it best
@@ -105,7 +107,7 @@ class Mapped(Dense):
     def packed(self, ops: LayerOps, mode: PackMode) -> LinearOp:
         count = self.layer.out_features
         mapped = self._kept is not None or bool(self._parts)
-        at_host = ops.host_matrix(self.rows, count, self._ranks) if mapped else None
+        at_host = ops.host_matrix(self.rows, count, self._ranks, self._count) if mapped else None
         held = ops.upload_matrix(self.rows, count) if mapped and at_host is None else None
         if at_host is not None:
             self._kept, self._read = at_host, partial(ops.take_rows, at_host)

@@ -106,7 +106,7 @@ def _ngrams(fields: Fields, hidden: int, tables: int) -> list[NgramConfig]:
     for at in range(tables):
         own = primes[at * heads : (at + 1) * heads]
         multipliers = _multipliers(vocab, order, seed + _STEP * at)
-        made.append(NgramConfig(order, size, own, multipliers, ends[0], taps, -(-sum(own) // pad) * pad, parts))
+        made.append(NgramConfig(order, size, own, multipliers, ends[0], taps, -(-sum(own) // pad) * pad, parts, tables))
     return made
 
 

@@ -1,5 +1,5 @@
 """Step-3.5-Flash and the text of Step-3.7-Flash: layers with a window that have other heads and turn them otherwise, a
-gate of attention for each head, and the experts of DeepSeek-V3, with bounds in some layers."""
+gate of attention for each head, and the experts of DeepSeek-V3, with limits in some layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMES = {
 _USUAL = {
     "num_key_value_heads": 8, "num_experts_per_tok": 8, "n_routed_experts": 288, "moe_intermediate_size": 1280,
 }  # fmt: skip
-_BOUNDS = "swiglu_limits", "swiglu_limits_shared"
+_LIMITS = "swiglu_limits", "swiglu_limits_shared"
 # What others say, with the values that are served.
 _SERVED: dict[str, tuple[Any, ...]] = {
     "gating": (True, "per-head"), "use_head_wise_attn_gate": (True,), "moe_router_activation": ("sigmoid",),
@@ -131,17 +131,17 @@ def _layers(fields: Fields, layer: LayerConfig, count: int) -> tuple[LayerConfig
         given.check(key, (attention.head_dim,))
     window = fields.whole("sliding_window", int(SLIDING in kinds), 2**40, 0)
     other = replace(attention, window=window, rope=1, rotary=_rope_of_windows(fields).dims)
-    bounds = [[one or 0.0 for one in _each(fields, key, None, (int, float, type(None)))] for key in _BOUNDS]
-    if not all(one == 0 or 1e-3 <= one <= 1e6 for part in bounds for one in part):
-        raise fields.unlike(_BOUNDS[0], f"bounds from 0.001 to 1e6, or 0 for none; the same of {_BOUNDS[1]}")
+    limits = [[one or 0.0 for one in _each(fields, key, None, (int, float, type(None)))] for key in _LIMITS]
+    if not all(one == 0 or 1e-3 <= one <= 1e6 for part in limits for one in part):
+        raise fields.unlike(_LIMITS[0], f"limits from 0.001 to 1e6, or 0 for none; the same of {_LIMITS[1]}")
     return tuple(
         replace(
             layer,
             mixer=replace(other if kind == SLIDING else attention, heads=heads),
-            bound=of_all,
-            experts=replace(layer.experts, bound=of_chosen),
+            silu_limit=of_all,
+            experts=replace(layer.experts, silu_limit=of_chosen),
         )
-        for kind, heads, of_chosen, of_all in zip(kinds, _heads(fields, kinds, attention.heads), *bounds, strict=True)
+        for kind, heads, of_chosen, of_all in zip(kinds, _heads(fields, kinds, attention.heads), *limits, strict=True)
     )
 
 

@@ -19,21 +19,22 @@ from draftwing.machine import free_memory, memory_limit
 from draftwing.ops.runtime import filled
 
 logger = logging.getLogger(__name__)
-_SHARE = 8  # a matrix is held by a GPU if it takes no more than this part of its memory
+_SHARE = 8  # a model's matrices are held by a GPU if all take no more than this part of its memory
 _LEFT = 4 << 30  # bytes of the host that are left for all else
 
 
-def belongs_on_host(size: int, memory: int, free: int | None, most: int, ranks: int) -> bool:
+def belongs_on_host(size: int, memory: int, free: int | None, most: int, ranks: int, alike: int = 1) -> bool:
     """size: bytes of a matrix; memory: of the GPU; free: bytes of the host's that may still be taken, None: unknown;
-    most: that it has at all, for as many copies as there are ranks. -> whether the host is to hold it"""
-    if size <= memory // _SHARE:
+    most: that it has at all, for as many copies as there are ranks; alike: such matrices of the model. -> whether the
+    host is to hold it"""
+    if size * alike <= memory // _SHARE:
         return False
     if free is not None and size + _LEFT > free:
         _say_who(size, f"the host has {free / 1e9:.2f} GB left")
         return False
     # Others may have taken theirs already, so what is free does not tell.
-    if size * ranks + _LEFT > most:
-        _say_who(size, f"the host has {most / 1e9:.2f} GB for those of {ranks} ranks")
+    if size * alike * ranks + _LEFT > most:
+        _say_who(size, f"the host has {most / 1e9:.2f} GB for {alike} such of {ranks} ranks")
         return False
     return True
 
@@ -42,13 +43,15 @@ def _say_who(size: int, why: str) -> None:
     logger.warning("a table of %.2f GB, of which single rows are read, is held by the GPU: %s", size / 1e9, why)
 
 
-def host_matrix(rows: Callable[[Tensor], Tensor], count: int, device: torch.device, ranks: int) -> Tensor | None:
+def host_matrix(
+    rows: Callable[[Tensor], Tensor], count: int, device: torch.device, ranks: int, alike: int
+) -> Tensor | None:
     """Computes what `Runtime.host_matrix` returns, on a GPU."""
     first = rows(torch.zeros(1, dtype=torch.int64))
     size = count * first.nbytes
     memory = torch.cuda.get_device_properties(device).total_memory
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not belongs_on_host(size, memory, free_memory(), min(memory_limit() or machine, machine), ranks):
+    if not belongs_on_host(size, memory, free_memory(), min(memory_limit() or machine, machine), ranks, alike):
         return None
     held = filled(torch.empty(count, first.shape[1], dtype=first.dtype), rows)
     try:

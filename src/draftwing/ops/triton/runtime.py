@@ -39,8 +39,8 @@ class TritonRuntime(Runtime):
         except NoPeers as error:
             return str(error)
 
-    def host_matrix(self, rows: Callable[[Tensor], Tensor], count: int, ranks: int) -> Tensor | None:
-        return host_rows.host_matrix(rows, count, self.device, ranks) if self.device.type == "cuda" else None
+    def host_matrix(self, rows: Callable[[Tensor], Tensor], count: int, ranks: int, alike: int) -> Tensor | None:
+        return host_rows.host_matrix(rows, count, self.device, ranks, alike) if self.device.type == "cuda" else None
 
     def round_up_rows(self, count: int) -> int:
         return even(count)
