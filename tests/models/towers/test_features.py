@@ -20,7 +20,7 @@ from draftwing.models.towers.base import Tower
 from draftwing.models.towers.loading import load_tower, stored_tensors
 from draftwing.models.weight_map import canonical
 from draftwing.ops import make_ops
-from draftwing.ops.table import PLAIN
+from draftwing.ops.table import PLAIN, TorchOps
 from draftwing.requests.images import RequestImage, axes_of
 from draftwing.text.tokenizer import load_tokenizer
 
@@ -143,6 +143,18 @@ def test_random_weights(folder: Path, tower: Tower) -> None:
         made.module.warm()  # as on a GPU
         found = made.features(pixels, image.tokens)
         assert found.isfinite().all() and found.std() > 0
+
+
+@torch.inference_mode()
+@pytest.mark.slow
+def test_by_tritons_kernels(folder: Path, tower: Tower, triton_ops: TorchOps, device: torch.device) -> None:
+    """As on a GPU, where nothing is cut into parts."""
+    own = load_tower(tower.config, stored_tensors(folder, tower.config), torch.float32, device, DENSE, triton_ops)
+    own.module.warm()
+    (image,) = shown(folder, tower, (90, 70))[:1]
+    pixels = torch.from_numpy(image.pixels.copy())
+    found, expected = own.features(pixels.to(device), image.tokens), tower.features(pixels, image.tokens)
+    assert (found.cpu() - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_a_tower_that_lacks_a_tensor(folder: Path, tower: Tower, tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ class TowerConfig:
         """Returns the values of a row of features, those of `deep` layers included."""
         return self.width * (1 + self.deep)
 
+    @property
+    def least_side(self) -> int:
+        """Returns pixels of the side of a square that it reads, a small one."""
+        raise NotImplementedError
+
     def products(self, height: int, width: int) -> int:
         """Returns about how many products one of its layers takes of an image of so many pixels."""
         patches = height * width // self.patch**2
@@ -163,6 +168,8 @@ class TowerModule(nn.Module):
 
     def warm(self) -> None:
         """Runs once what a GPU compiles at its first call, so that no client waits for it. To be called when packed."""
+        side = self.config.least_side
+        self(torch.zeros(side, side, 3, device=next(self.parameters()).device))
 
     def table(self) -> Iterator[tuple[str, ParamSlice]]:
         """Yields where tensors of a checkpoint go, by their names without the prefix."""

@@ -43,6 +43,10 @@ class PatchMergerConfig(TowerConfig):
     least: int = 65536
     most: int = 16777216
 
+    @property
+    def least_side(self) -> int:
+        return self.patch * self.merge
+
     def prepared(self, files: Fields) -> TowerConfig:
         for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
             files.check(key, (True,))
@@ -116,10 +120,6 @@ class PatchMergerTower(TowerModule):
                 deep[i] = yield from self.by_rows(merger, x.view(-1, size), merging, config.merge**2)
         merged = yield from self.by_rows(self.merger, x.view(-1, size), merging, config.merge**2)
         yield torch.cat([merged, *(deep[i] for i in config.taps)], 1)
-
-    def warm(self) -> None:
-        side = self.config.patch * self.config.merge
-        self(torch.zeros(side, side, 3, device=self.pos_embed.weight.device))
 
     def _in_blocks(self, x: Tensor) -> Tensor:
         """x [rows, columns, n] -> [rows * columns, n]: blocks by rows, and in each its patches by rows."""

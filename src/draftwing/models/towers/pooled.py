@@ -39,6 +39,10 @@ class PooledConfig(TowerConfig):
 
     prefixes = ("model.vision_tower.", "model.embed_vision.")
 
+    @property
+    def least_side(self) -> int:
+        return self.patch * self.pool
+
     def prepared(self, files: Fields) -> TowerConfig:
         for key in ("do_resize", "do_rescale", "do_convert_rgb"):
             files.check(key, (True,))

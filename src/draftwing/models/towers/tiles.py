@@ -35,6 +35,10 @@ class TilesConfig(TowerConfig):
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
+    @property
+    def least_side(self) -> int:
+        return self.patch * self.side
+
     def shades(self, files: Fields) -> dict[str, Any]:
         """Returns `mean` and `std` of what a folder says. Raises CheckpointError for what is not served."""
         for key in _PREPARED:
