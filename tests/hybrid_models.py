@@ -109,6 +109,13 @@ LING = {
     "routed_scaling_factor": 1.5, "pad_token_id": None, "eos_token_id": None,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
+LIGHTNING = {  # in blocks of 8 tokens
+    "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "rms_norm_eps": 1e-3, "pad_token_id": None,
+    "eos_token_id": None, "block_size": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    **{f"{part}_alpha_factor": 3.5 for part in ("full_attn", "linear_attn", "mlp")},
+    **{f"{part}_beta_factor": 1.25 for part in ("full_attn", "linear_attn", "mlp")},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}  # fmt: skip
 QWEN4 = {  # with blocks of 4 tokens, of which 3 are picked, and n-grams in two layers
     **NET, **EXPERTS, "hc_count": 4, "hc_lowrank": 16, "ple_layer_ids": [1, 3], "ple_embed_dim": 64, "ngram_size": 3,
     "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 16, "split_ngram_parts": 3,
@@ -183,6 +190,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**FALCON, **EVEN_FACTORS, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2},
     ),
     "kimi-linear": ("KimiLinear", KIMI),
+    "minimax": ("MiniMax", LIGHTNING),
     "ling3": ("BailingHybrid", LING),
     "ling3-plain": (
         "BailingHybrid",

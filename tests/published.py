@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import reference.minimax  # noqa: F401  (of which heads are turned in part)
 import tiny_quantised as tiny
 import torch
 import transformers

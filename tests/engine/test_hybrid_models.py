@@ -78,7 +78,9 @@ Made = Callable[[str], tuple[Path, list[str]]]
 
 @pytest.mark.further(kind=["qwen3.5-even", "qwen3.5-moe", "qwen3-next", "falcon-h1"])
 @pytest.mark.further(kind=["qwen3.5", "lfm2", "nemotron-h-moe"], dtype="bfloat16")
-@pytest.mark.further(kind=["granite4", "falcon-h1", "kimi-linear", "qwen4", "ling3", "lfm3", "jamba"], dtype="float32")
+@pytest.mark.further(
+    kind=["granite4", "falcon-h1", "kimi-linear", "qwen4", "ling3", "lfm3", "jamba", "minimax"], dtype="float32"
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "kind",
@@ -96,6 +98,7 @@ Made = Callable[[str], tuple[Path, list[str]]]
         "ling3",
         "lfm3",
         "jamba",
+        "minimax",
     ],
 )
 def test_drafts_change_no_token(made: Made, kind: str, dtype: str) -> None:
@@ -119,7 +122,7 @@ EVEN: dict[str, dict[str, int]] = {  # sizes of whole blocks
     "kind",
     [
         "qwen3.5", "lfm2", "granite4", "nemotron-h-moe", "nemotron-h-latent", "falcon-h1", "kimi-linear", "ling3",
-        "lfm3",
+        "lfm3", "minimax",
     ],
 )  # fmt: skip
 def test_steps_of_weights_in_blocks_are_recorded(tmp_path: Path, kind: str) -> None:
@@ -163,7 +166,8 @@ def test_published_heads_draft_for_it(
 @pytest.mark.exhaustive  # tests/engine/test_exact_states.py and tests/parallel have the parts of it
 @pytest.mark.further(kind=["qwen3.5-moe", "qwen3-next", "qwen4", "lfm2", "nemotron-h-moe", "kimi-linear", "ling3"])
 @pytest.mark.parametrize(
-    "kind", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "qwen4", "lfm2", "nemotron-h-moe", "kimi-linear", "ling3"]
+    "kind",
+    ["qwen3.5", "qwen3.5-moe", "qwen3-next", "qwen4", "lfm2", "nemotron-h-moe", "kimi-linear", "ling3", "minimax"],
 )
 def test_two_ranks(made: Made, kind: str) -> None:
     folder, drafters = made(kind)
@@ -188,7 +192,7 @@ def test_four_ranks(tmp_path: Path, kind: str) -> None:
     assert texts(folder, drafters[-1], "float32", **own, **TREE) == plain(folder, "float32")
 
 
-@pytest.mark.parametrize("kind", ["qwen3.5", "qwen4"])
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen4", "minimax"])
 def test_what_is_cached_is_what_steps_would_make(made: Made, kind: str) -> None:
     """The same prompts again and again, then conversations that go on, in a pool that is too small for two of them; one
     writes JSON. Rows of the prediction layer are cached, too."""
@@ -234,6 +238,7 @@ def test_what_is_cached_is_what_steps_would_make(made: Made, kind: str) -> None:
         "kimi-linear",
         "ling3",
         "lfm3",
+        "minimax",
     ],
 )
 def test_on_a_gpu(tmp_path: Path, kind: str) -> None:

@@ -81,6 +81,7 @@ PUBLISHED |= {
         "mamba-codestral-7b",
         "mellum2-12b-a2.5b",
         "minicpm4-8b",
+        "minimax-m1-80k",
         "ministral-8b-transformers-5",
         "mistral-small-4-119b",
         "olmo-hybrid-7b",
@@ -94,6 +95,8 @@ PUBLISHED |= {
         "youtu-llm-2b",
     )
 }
+for name in ("MiniMaxForCausalLM", "MiniMaxText01ForCausalLM"):
+    PUBLISHED[name] = published("minimax-m1-80k") | {"architectures": [name]}
 PUBLISHED["MLLAMA"] = published("llama-3.2-11b-vision-instruct")
 PUBLISHED["CHATGLM3"] = published("glm-4-9b-chat") | {"architectures": ["ChatGLMForConditionalGeneration"]}
 PUBLISHED["EXAONE_MOE"] = published("k-exaone-236b-a23b") | {"architectures": ["ExaoneMoeForCausalLM"]}

@@ -24,6 +24,7 @@ SPECS = {
     "tiled": DeltaSpec(2, 6, 32, 16, 4, tiled=True),
     "two taps": DeltaSpec(1, 2, 16, 16, 2),
     "mamba": DeltaSpec(2, 6, 32, 16, 4, corrects=0),
+    "as many heads, without the correction": DeltaSpec(2, 2, 32, 32, 2, corrects=0),
     "by channel": DeltaSpec(2, 2, 32, 32, 4, by_channel=True),
     "by channel, grouped": DeltaSpec(2, 4, 16, 80, 3, tiled=True, by_channel=True),
     "floor": DeltaSpec(2, 2, 32, 32, 4, by_channel=True, floor=-3.0),

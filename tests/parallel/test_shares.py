@@ -198,6 +198,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "a window and convolutions": ("lfm3", {"num_attention_heads": 6}),
     "indexed": ("qwen4", {"linear_num_key_heads": 5, "linear_num_value_heads": 10}),
     "channels with a state each": ("jamba", {}),
+    "heads that fade each by itself": ("minimax", {"num_attention_heads": 8}),
     "norms in front of nets and behind attention": (
         "olmo-hybrid", {"linear_num_key_heads": 5, "linear_num_value_heads": 5},
     ),

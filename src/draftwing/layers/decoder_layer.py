@@ -229,6 +229,7 @@ class DecoderLayer(nn.Module):
         """Does as `mix`, of an MLP alone behind its norm, and returns its result under the norm that comes next: in one
         kernel where the device has one for it."""
         mlp, scale = self.mlp, self._scale
+        x = normed if self._normed_residual else x
         if mlp is not None and not self._mixes:
             if isinstance(mlp, ExpertMLP) and mlp.shared is None and mlp.mixes_under_norms(scale):
                 return mlp.under(norm, normed, x)
@@ -247,9 +248,10 @@ class DecoderLayer(nn.Module):
     def _before_mlp(
         self, normed: Tensor | Fp8Rows, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """Returns x with what the mixer adds to it, and the MLP's norm of it: added in the norm's kernel."""
+        """Returns what the MLP adds to, and what it reads: what the mixer adds is added in the norm's kernel."""
         assert self.mlp_norm is not None
-        return self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend), self._scale)
+        x, under = self.mlp_norm.of_sum(x, self.mixer(normed, cos, sin, attend), self._scale)
+        return under if self._normed_residual else x, under
 
     def _mix(self, normed: Tensor | Fp8Rows, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         if self.mlp is None:

@@ -19,7 +19,7 @@ from draftwing.parallel.cut import Cut, Order, ordered
 from draftwing.parallel.ranks import Ranks, Share
 from draftwing.parallel.shares import own_heads
 
-_OPEN = 32.0  # whose SiLU it is itself, to the last bit, and by which any value is divided without rounding
+OPEN = 32.0  # whose SiLU it is itself, to the last bit, and by which any value is divided without rounding
 Runs = Iterator[tuple[int, int]]  # of an axis: start and size of each
 
 
@@ -215,8 +215,8 @@ class GatedDeltaNet(DeltaMixer):
         )
         if not self._sigmoid:
             return self.out(attend.delta(self.pool_layer, DeltaInputs(qkv, z, b, a), weights), residual)
-        ungated = attend.delta(self.pool_layer, DeltaInputs(qkv, z.new_full(z.shape, _OPEN), b, a), weights)
+        ungated = attend.delta(self.pool_layer, DeltaInputs(qkv, z.new_full(z.shape, OPEN), b, a), weights)
         assert isinstance(ungated, Tensor)
-        return self.out((self.ops.gate_fp8 if fp8 else self.ops.gate)(z, ungated / _OPEN), residual)
+        return self.out((self.ops.gate_fp8 if fp8 else self.ops.gate)(z, ungated / OPEN), residual)
 
     __call__ = forward  # Module's own call looks for hooks: see RMSNorm

@@ -389,7 +389,7 @@ def fill_parameters(
     for name, param in params.items():
         owner, last = module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         if param.is_meta and last in (unsaid := getattr(owner, "unsaid", {})):  # which no checkpoint has
-            allocate(module, name, param, device).data.fill_(unsaid[last])
+            allocate(module, name, param, device).data.copy_(torch.as_tensor(unsaid[last]))
     if missing:
         others = f"; it has these instead: {listed(sorted(unused), 4)}" if unused else ""
         raise CheckpointError(f"tensors missing from the checkpoint: {listed(sorted(missing))}{others}")

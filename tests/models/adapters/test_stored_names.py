@@ -27,7 +27,17 @@ from draftwing.ops import make_ops
 STORED = {
     "dense": ("exaone", "laguna", "ling2", "mixtral", "phimoe", "sarvam"),
     "moe": ("deepseek-v3", "hunyuan-v3", "minimax-m2"),
-    "hybrid": ("kimi-linear", "ling3", "ling3-plain", "lfm2-moe", "lfm3", "nemotron-h", "nemotron-h-latent", "jamba"),
+    "hybrid": (
+        "kimi-linear",
+        "ling3",
+        "ling3-plain",
+        "lfm2-moe",
+        "lfm3",
+        "nemotron-h",
+        "nemotron-h-latent",
+        "jamba",
+        "minimax",
+    ),
 }
 QUICK = {"sarvam", "kimi-linear"}
 # Names of matrices that no adapter is served of, but for routers.

@@ -40,7 +40,10 @@ SOME = ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2"]
 
 QUICK = ("qwen3.5-every", "qwen3-next-mixed", "lfm2-plain")
 # Of which there are GGUF files that say all that the kind has.
-WITHOUT = "qwen3-next-mixed", "falcon-h1-normed", "ling3-plain", "lfm3", "qwen4", "olmo-hybrid", "olmo-hybrid-turned"
+WITHOUT = (
+    "qwen3-next-mixed", "falcon-h1-normed", "ling3-plain", "lfm3", "qwen4", "olmo-hybrid", "olmo-hybrid-turned",
+    "minimax",
+)  # fmt: skip
 IN_FILES = [kind for kind in KINDS if kind not in WITHOUT]
 of_quick = pytest.mark.slower(pair=[kind for kind in KINDS if kind not in QUICK])
 
