@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine.tile_attention import TileAttention
@@ -14,18 +16,23 @@ from engine_rig import Cycle, Rig, greedy, make_book, seeded, spread, spread_rig
 from image_models import FEW, KINDS, PAD, in_blocks, loaded, picture, prompt_of, write_model
 from image_models import greedy as transformers_greedy
 from image_models import logits as transformers_logits
+from torch import Tensor
 from toy_grammar import ToyGrammar
 
 from draftwing.config.trees import PLAIN, TreeShape
-from draftwing.engine import prefill_graphs
+from draftwing.engine import image_features, prefill_graphs
+from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.graphs import RecordedStages
+from draftwing.engine.image_features import ImageFeatures
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import fill_random
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.ops import make_ops
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.table import TorchOps
+from draftwing.requests.images import RequestImage
 from draftwing.requests.request import LogprobParams
+from draftwing.sched.tower_schedule import TowerPiece
 from draftwing.spec.build import make_model_drafter
 
 TOKENS = 20
@@ -303,6 +310,31 @@ def test_the_tower_runs_in_pieces_between_steps(case: Any, lag: int, mixed: bool
     assert events.count("part") == events.count("piece") == features.runs * (features._tower.config.depth + 1)
     beside = mixed and not images[0].mutual  # whole images are longer than what has room beside a step
     assert gaps_of(events) == {"", "piece part"} | (set() if beside else {"chunk"})
+
+
+@pytest.mark.parametrize(("tokens", "seconds", "parts"), [(5, 9.0, 5), (99, 0.35, 3), (99, 0.0, 1), (1, 9.0, 1)])
+def test_a_piece_ends_by_products_or_by_the_clock(
+    tokens: int, seconds: float, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part takes 0.1 s and as many products as a token. It goes on where it ended."""
+    clock, image = [0.0], RequestImage(0, (1, 1), np.zeros((8, 8, 3), np.uint8), b"one")
+
+    def read(pixels: Tensor, tokens: int) -> Iterator[int | Tensor]:
+        for _ in range(7):
+            clock[0] += 0.1
+            yield 1
+        yield torch.zeros(1, 4)
+
+    monkeypatch.setattr(image_features, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    tower: Any = SimpleNamespace(config=SimpleNamespace(depth=1, products=lambda *sides: 7), parts=read)
+    features = ImageFeatures(tower, False, 2, CpuDevice(), 1, False)
+    features.run_piece(TowerPiece(image, 0, tokens, seconds))
+    assert clock[0] == pytest.approx(0.1 * parts) and features.unseen([image], 0, 0, 6) is image
+    for _ in range(7):
+        features.run_piece(TowerPiece(image, 0, 2, 9.0))
+        if features.runs:
+            break
+    assert clock[0] == pytest.approx(0.7) and features.unseen([image], 0, 0, 6) is None
 
 
 @pytest.mark.further(folder=WITHOUT_STATES)

@@ -12,7 +12,7 @@ from draftwing.core import Chunk
 from draftwing.requests.images import RequestImage
 from draftwing.requests.request import GenerationRequest
 from draftwing.requests.sampling_params import SamplingParams
-from draftwing.sched.policy.prefill_budget import PrefillBudget
+from draftwing.sched.policy.prefill_budget import UNNOTICED_WAIT, PrefillBudget
 from draftwing.sched.req import Req, ReqState
 from draftwing.sched.tower_schedule import TowerSchedule
 
@@ -47,6 +47,7 @@ class Tower:
         wait = self.tower_schedule.plan(running, steps, prefilled)
         found = self.tower_schedule.next
         assert wait == (steps and found is not None)
+        assert found is None or found.seconds == UNNOTICED_WAIT, "as long as it is not known how long steps take"
         return None if found is None else found.image.start
 
 

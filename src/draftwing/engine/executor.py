@@ -7,6 +7,7 @@ Everything in between is device state indexed by row; the host learns of it from
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial, wraps
@@ -256,9 +257,9 @@ class Executor:
 
     @torch.inference_mode()
     def run_tower_piece(self, piece: TowerPiece) -> None:
-        """Has the tower go on."""
+        """Has the tower go on. Of several ranks each has a clock of its own, and all do the same parts."""
         assert self._images is not None
-        self._images.run_piece(piece)
+        self._images.run_piece(piece if self.model.ranks.size == 1 else piece._replace(seconds=math.inf))
 
     def flush(self) -> None:
         """Lets the drafter forget what it has learnt."""

@@ -7,6 +7,7 @@ A row without images costs a plan no more than a look at a set, and steps, where
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -197,15 +198,17 @@ class ImageFeatures:
         return None
 
     def run_piece(self, piece: TowerPiece) -> None:
-        """Has the tower go on with an image for about as long as the language model takes for some tokens, by a part
-        of a layer at least."""
-        left = piece.tokens * self._products
+        """Has the tower go on with an image for about as long as the language model takes for some tokens, and no
+        longer by the clock: its products, and what is none, may take longer than the model's. By a part of a layer at
+        least."""
+        left, now = piece.tokens * self._products, time.perf_counter()
+        until = now + piece.seconds
         for made in self._parts(piece.image, piece.salt):
             if isinstance(made, Tensor):
                 self._keep(piece.image, piece.salt, made)
                 return
-            left -= made
-            if left < made:  # for another one
+            left, before, now = left - made, now, time.perf_counter()
+            if left < made or 2 * now - before > until:  # for another one
                 return
 
     def clear(self) -> None:

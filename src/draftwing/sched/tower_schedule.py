@@ -14,11 +14,13 @@ from draftwing.sched.req import Req, ReqState
 
 
 class TowerPiece(NamedTuple):
-    """A piece of a tower's work on an image. salt: of the request.  tokens: of a prompt, in whose time it is done."""
+    """A piece of a tower's work on an image. salt: of the request.  tokens: of a prompt, in whose time it is done.
+    seconds: after which it ends in any case; a host that only launches work sees less."""
 
     image: RequestImage
     salt: int
     tokens: int
+    seconds: float
 
 
 class TowerSchedule:
@@ -43,7 +45,8 @@ class TowerSchedule:
         if not any(req.request.images for req in prompts):
             return False
         each, decoding = self._prefills.token_seconds(0), len(prompts) < len(running)
-        tokens = min(int(self._prefills.pause(decoding) / each), self._most) if each else self._most
+        seconds = self._prefills.pause(decoding)
+        tokens = min(int(seconds / each), self._most) if each else self._most
         for req in prompts:
             image = self.unseen(req.request.images, req.salt, req.sent, tokens)
             if image is not None:
@@ -52,7 +55,7 @@ class TowerSchedule:
         if not come or (steps and (prefilled or (had_piece and len(come) < len(prompts)))):
             return False
         first = min(come, key=lambda req: req.rank)
-        self.next = TowerPiece(self._unseen[first], first.salt, tokens)
+        self.next = TowerPiece(self._unseen[first], first.salt, tokens, seconds)
         return steps
 
     def room(self, req: Req) -> int:

@@ -124,7 +124,7 @@ class TowerModule(nn.Module):
         blocks, made, out = self._blocks(len(x), self.at_once), list[Heads](), list[Tensor]()
         for block in blocks:
             made.append(layer.heads(x[block], turn, block))
-            if len(made) < len(blocks):
+            if len(blocks) > 1:
                 yield first * len(made[-1][0])
         keys, values = (joined([each[i] for each in made]) for i in (1, 2))
         attend = self.ops.whole_attention(keys, values, layer.scalar)
@@ -149,6 +149,12 @@ class TowerModule(nn.Module):
                 yield products * len(out[-1])
             out.append(function(x[block]))
         return joined(out)
+
+    def pause(self, patches: int) -> Iterator[int]:
+        """Yields behind work that has no products, and reads and writes much, where an image of so many patches is read
+        in parts of layers."""
+        if 0 < self.at_once < patches:
+            yield 0
 
     @staticmethod
     def _blocks(count: int, size: int) -> list[slice]:
@@ -202,7 +208,7 @@ class Tower:
     def parts(self, pixels: Tensor, tokens: int) -> Iterator[int | Tensor]:
         """Yields what `TowerModule.parts` does, of an image with so many tokens: at last [tokens, row_size], in the
         model's dtype. pixels: [height, width, 3] uint8."""
-        for made in self.module.parts(pixels.float() / 255):
+        for made in self.module.parts(pixels.float().div_(255)):
             if isinstance(made, int):
                 yield made
                 continue

@@ -99,13 +99,17 @@ class PatchMergerTower(TowerModule):
 
     def parts(self, pixels: Tensor) -> Iterator[int | Tensor]:
         config = self.config
-        pixels = (pixels - self.mean) / self.std
+        pixels = (pixels - self.mean).div_(self.std)
         rows, columns = (side // config.patch for side in pixels.shape[:2])
         patches = pixels.unflatten(0, (rows, -1)).unflatten(2, (columns, -1))  # [rows, patch, columns, patch, 3]
         patches = self._in_blocks(patches.permute(0, 2, 4, 1, 3).flatten(2))  # [N, 3 * patch * patch]
         dtype = self.pos_embed.weight.dtype
-        x = yield from self.by_rows(self.patch_embed, patches.to(dtype), config.hidden * patches.shape[1])
+        patches = patches.to(dtype)
+        yield from self.pause(len(patches))
+        x = yield from self.by_rows(self.patch_embed, patches, config.hidden * patches.shape[1])
+        yield from self.pause(len(x))
         x = x + self._positions(rows, columns).to(dtype)
+        yield from self.pause(len(x))
         cos, sin = self._turn(rows, columns)
 
         def turn(qkv: Tensor, at: slice) -> Heads:
@@ -134,7 +138,7 @@ class PatchMergerTower(TowerModule):
         part, across = part[:, None, None], across[None, :, None]
         at = table.unflatten(0, (side, side))
         wide = at[:, left] * (1 - across) + at[:, right] * across  # [side, columns, hidden]
-        return self._in_blocks(wide[low] * (1 - part) + wide[high] * part)
+        return self._in_blocks(wide[low].mul_(1 - part).add_(wide[high].mul_(part)))
 
     def _turn(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """Returns cosine and sine of a grid's rotary embedding, [N, size / 2] float32: of rows, and then of columns."""
