@@ -6,7 +6,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -33,20 +32,23 @@ class TritonWhole:
         if k.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return whole_attention(k, v, scalar)
         count, heads, size = k.shape
-        kind = AttentionKind(scalar=scalar or size)
-        kv = torch.stack((k, v), 2)
-        more = _padding(kv)
-        kv = F.pad(kv, (0, more))  # [N, heads, 2, width]
+        kind, width = AttentionKind(scalar=scalar or size), _width(k)
+        kv = k.new_zeros(count, heads, 2, width)
+        kv[:, :, 0, :size], kv[:, :, 1, :size] = k, v
 
         def attend(q: Tensor) -> Tensor:
-            queries, rest = len(q), -len(q) % BLOCK
-            q = F.pad(q, (0, more, 0, 0, 0, rest)).unflatten(0, (-1, BLOCK)).transpose(1, 2)
-            q = q.flatten(1, 2).contiguous()  # [blocks, heads * BLOCK, width]
-            out = q.new_empty(len(q), heads * BLOCK * (size + more))
-            table, row, tiles = self._places(len(q), count, kv.shape[1:], kv.dtype)
-            prefill_attention(q, kv, table, row, tiles, out, self._workspace, exact=False, kind=kind)
-            found = out.view(-1, heads, BLOCK, size + more)[..., :size].transpose(1, 2)
-            return found.reshape(-1, heads * size)[:queries]
+            whole, rest = divmod(len(q), BLOCK)
+            blocks = q.new_zeros(whole + (rest > 0), heads, BLOCK, width)
+            blocks[:whole, ..., :size] = q[: whole * BLOCK].unflatten(0, (whole, BLOCK)).transpose(1, 2)
+            if rest:
+                blocks[whole, :, :rest, :size] = q[whole * BLOCK :].transpose(0, 1)
+            out = q.new_empty(len(blocks), heads * BLOCK * width)
+            table, row, tiles = self._places(len(blocks), count, kv.shape[1:], kv.dtype)
+            prefill_attention(
+                blocks.flatten(1, 2), kv, table, row, tiles, out, self._workspace, exact=False, kind=kind
+            )  # fmt: skip
+            found = out.view(-1, heads, BLOCK, width)[..., :size].transpose(1, 2)
+            return found.reshape(-1, heads * size)[: len(q)]
 
         return attend
 
@@ -62,7 +64,7 @@ class TritonWhole:
         return table, torch.zeros(1, dtype=torch.int64, device=device), tiles
 
 
-def _padding(kv: Tensor) -> int:
-    """Returns elements to add to heads, so that the fastest kernel takes them."""
-    wider = [width - kv.shape[3] for width in SIZES if width >= kv.shape[3]]
-    return wider[0] if wider and pick_tiling(kv).overlap_unit else 0
+def _width(k: Tensor) -> int:
+    """Returns elements of heads, with zeros behind theirs, that the fastest kernel takes. k: [N, heads, size]."""
+    size = k.shape[2]
+    return min((each for each in SIZES if each >= size and pick_tiling(k[:, :, None]).overlap_unit), default=size)
