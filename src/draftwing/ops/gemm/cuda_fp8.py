@@ -27,13 +27,17 @@ _LEAST = 2  # stages of a range
 _FEW_ROWS = 192
 _QUANTISE_THREADS = 256
 _QUANTISE_ROWS = 4  # of x that a thread takes, if there are many
-# Rows of x from which the kernels of many rows multiply: on an H200 27B's four matrices take 352 us (384 rows) and 464
-# (448) with the others, 367 and 373 with these.
+# Rows of x from which the kernels of many rows always multiply: on an H200 27B's four matrices take 352 us (384 rows)
+# and 464 (448) with the others, 367 and 373 with these. With fewer rows those that cost less do.
 MANY_FROM = 385
-_MANY_PARTS = {1: (128, 112), 2: (80, 64), 4: (80, 64)}  # by ranges of K, whose sums take registers, too
+_MANY_PARTS = {1: (128, 112, 96), 2: (80, 64, 48), 4: (80, 64, 48)}  # by ranges of K, whose sums take registers, too
 _MANY_ROWS = 128  # of x that a block takes
 _PAIR = 2  # blocks of a cluster
 _EPILOGUE = 16  # features whose products take as long as to end a tile
+# The same of a block of the kernels for few rows, where they are compared with those for many: of 16, 32, 64 and 96 the
+# one by which 13 matrices of 27B, 8B and 70B with 128 to 512 rows take the least, 1.02 of what the better of both does
+# (docs/dev/gpu_kernels.md).
+_FEW_BESIDE = 64
 
 
 class Size(NamedTuple):
@@ -100,12 +104,13 @@ def cut_of(
     ranges: int | None = None,
 ) -> Cut:  # fmt: skip
     """rows: of x. features: of the result. clusters: how many run at once, by `wgmma.RANGES`. many: with the kernels of
-    many rows, or not; None: by rows. ranges: of K, None: by the shape."""
+    many rows, or not; None: with those that cost less. ranges: of K, None: by the shape."""
     assert rows > 0 and features % (2 * EIGHT) == 0 and columns % WIDE == 0, f"{features} x {columns}"
     weights, groups = features * (2 if gated else 1), 1 if rows <= _TOKENS else 2
     ranges = ranges_of(weights, columns) if ranges is None else ranges
-    if rows >= MANY_FROM if many is None else many:
-        return _cut_of_many(rows, weights, ranges, clusters[cuda_wgmma.RANGES.index(_PAIR)])
+    pairs_at_once = clusters[cuda_wgmma.RANGES.index(_PAIR)]
+    if many or (many is None and rows >= MANY_FROM):
+        return _cut_of_many(rows, weights, ranges, pairs_at_once)[1]
     at_once, token_blocks = clusters[cuda_wgmma.RANGES.index(ranges)], -(-rows // (groups * _TOKENS))
     step = 2 * EIGHT if gated else EIGHT
 
@@ -115,6 +120,11 @@ def cut_of(
         return turns * (taken + 32), taken
 
     taken = min(range(step, _MOST_ROWS + 1, step), key=cost)  # gates and ups: as many of either, a multiple of 8
+    if many is None and token_blocks > 1:  # one block of rows reads weights once
+        turns = -(-token_blocks * -(-weights // taken) // at_once)
+        other, cut = _cut_of_many(rows, weights, ranges, pairs_at_once)
+        if other < turns * (taken / 2 + _FEW_BESIDE) / ranges:
+            return cut
     size = Size(groups, next(part for part in _PARTS if part >= _half(taken)))
     x_rows, blocks = min(groups * _TOKENS, -(-rows // EIGHT) * EIGHT), -(-columns // WIDE // ranges)
     scales = blocks * 2 * (-(-size.part // EIGHT // 4) * 4) * 4
@@ -125,7 +135,8 @@ def cut_of(
     return Cut(size, taken, stages, ranges, (token_blocks * ranges, tiles))
 
 
-def _cut_of_many(rows: int, weights: int, ranges: int, at_once: int) -> Cut:
+def _cut_of_many(rows: int, weights: int, ranges: int, at_once: int) -> tuple[int, Cut]:
+    """Returns what the product takes, in features of a part with all of K, and how it is shared out."""
     pairs = -(-rows // (_PAIR * _MANY_ROWS))
 
     def cost(part: int) -> tuple[int, int]:
@@ -134,7 +145,7 @@ def _cut_of_many(rows: int, weights: int, ranges: int, at_once: int) -> Cut:
 
     part = min(_MANY_PARTS[ranges], key=cost)
     size, tiles = ManySize(part, ranges), pairs * -(-weights // (2 * part))
-    return Cut(size, 2 * part, size.stages, _PAIR, (_PAIR * min(at_once, tiles), 1))
+    return cost(part)[0], Cut(size, 2 * part, size.stages, _PAIR, (_PAIR * min(at_once, tiles), 1))
 
 
 def _half(rows: int) -> int:
