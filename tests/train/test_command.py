@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -550,16 +549,16 @@ def test_torchrun_starts_the_processes(
 
 
 def trained_by_two(out: Path) -> None:
-    """What torchrun's processes do, by two that are forked: they need not import torch anew."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """What torchrun's processes do, by two that are forked: they need not import torch anew. As with torchrun they meet
+    at a store of the process that starts them, so that nobody else can take its port."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     children = []
     for rank in range(2):
         child = os.fork()
         if not child:
-            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in world.items()})
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+            os.environ.update({name: str(value) for name, value in (world | meet).items()})
             code = 1
             try:
                 signal.alarm(60)
