@@ -629,7 +629,9 @@ WINDOWS = ("mistral-window", "gemma3", "gpt-oss", "qwen3-yarn", "llama4")
 of_different = pytest.mark.further(pair=[family for family in FAMILIES if family not in DIFFERENT])
 
 
-TAKEN_APART = {"GptOssForCausalLM", "MiniCPM3ForCausalLM", "Llama4ForCausalLM", "YoutuForCausalLM"}
+TAKEN_APART = {
+    "GptOssForCausalLM", "MiniCPM3ForCausalLM", "Llama4ForCausalLM", "Mistral4ForCausalLM", "YoutuForCausalLM",
+}  # fmt: skip
 
 
 def architecture(prefix: str) -> str:
