@@ -26,7 +26,6 @@ from draftwing.ops.attention.triton_tiles import PIECES
 from draftwing.ops.triton.common import keep_cache, launch_options
 
 ROWS = 128
-SIZES = 64, 128  # of heads
 WARPS = 4  # of a group
 # Registers of a thread: of the second group that multiplies, and of that which fetches; the first has what is left.
 # With others more is spilled, see docs/dev/gpu_kernels.md.
@@ -432,7 +431,7 @@ def takes(q: Tensor, kv: Tensor, kind: AttentionKind) -> bool:
 
 def reads(kv: Tensor) -> bool:
     """Returns whether the kernel does layers of such a pool, on such a device."""
-    return kv.shape[2] == 2 and kv.dtype in (torch.bfloat16, torch.float16) and kv.shape[3] in SIZES
+    return kv.shape[2] == 2 and kv.dtype in (torch.bfloat16, torch.float16) and kv.shape[3] in (64, 128)
 
 
 def hopper_prefill_attention(
