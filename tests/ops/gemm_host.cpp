@@ -472,23 +472,27 @@ static char* swizzled_box(const void* start, const TensorMap* map, int at) {  //
 }
 // Of each 16 bytes of a box of one matrix or more: where they are in shared and, unless they are outside, global memory.
 template <class EACH>
-static void each_piece(const void* start, const TensorMap* map, int column, int row, EACH each) {
+static void each_piece(const void* start, const TensorMap* map, int column, int row, EACH each, int first = 0) {
     const auto [columns, rows, matrices] = map->box;
     if ((columns != 64 && columns != 32) || (uintptr_t)start % (columns * 16)) abort();
     for (int i = 0; i < matrices * rows * columns / 8; ++i) {
         const int wide = columns / 8, at_column = column + i % wide * 8, at_row = row + i / wide % rows;
-        const int matrix = i / wide / rows;
+        const int matrix = first + i / wide / rows;
         const bool inside = at_column < map->shape[0] && at_row < map->shape[1] && matrix < map->shape[2];
         const u16* const from = map->data + ((long)matrix * map->shape[1] + at_row) * map->shape[0] + at_column;
         each(swizzled_box(start, map, i * 16), inside ? from : nullptr);
     }
 }
-static void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
+static void copy_box_of(void* to, const TensorMap* map, int column, int row, int matrix, Barrier* barrier) {
     if (map->result && !waited[me]) abort();
     Open& open = barriers.at(barrier);
-    each_piece(to, map, column, row, [&](char* at, const u16* from) { open.copies.push_back({at, from, 16}); });
+    auto ask = [&](char* at, const u16* from) { open.copies.push_back({at, from, 16}); };
+    each_piece(to, map, column, row, ask, matrix);
     open.bulk += map->box[0] * map->box[1] * map->box[2] * 2, ++steps;
     if (early) opens(open);
+}
+static void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
+    copy_box_of(to, map, column, row, 0, barrier);
 }
 static std::vector<int> shown_writes;  // by block and warp group: threads that have shown what they wrote
 static int warp_group() { return me / threads * 2 + me % threads / 128; }
@@ -520,6 +524,56 @@ static void copy_box_to_both(void* to, const TensorMap* map, int column, int row
 static void copy_box_once(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
     copy_box(to, map, column, row, barrier);
 }
+#endif
+
+#ifdef MANY_PAIRS
+static void copy_box_of_to_both(void* to, const TensorMap* map, int column, int row, int matrix, Barrier* barrier) {
+    for (int rank = 0; rank < 2; ++rank)
+        copy_box_of(at_rank((char*)to, rank), map, column, row, matrix, at_rank(barrier, rank));
+}
+template <int COUNT>
+static void give_registers() {}
+static std::vector<int> arrived_128;  // of which 128 threads
+static void sync_128(int which) { meet(arrived_128[me / threads * 3 + which], 128); }
+static void store_16(u16* to, const uint4& v) {
+    if ((uintptr_t)to % 16) abort();
+    memcpy(to, &v, 16);
+}
+// What lanes of a warp give the instruction that they have together.
+static std::vector<u32> given_words;
+static void store_matrices(void* at, const u32 (&words)[4]) {
+    const int first = me / 32 * 32, lane = me % 32;
+    given_words.resize(fibers.size() * 4);
+    for (int i = 0; i < 4; ++i) given_words[me * 4 + i] = words[i];
+    meet(warp_arrived[me / 32], 32);
+    if ((uintptr_t)at % 16) abort();
+    for (int i = 0; i < 8; ++i)
+        ((u16*)at)[i] = given_words[(first + i * 4 + lane % 8 / 2) * 4 + lane / 8] >> lane % 2 * 16;
+    meet(warp_arrived[me / 32], 32);
+}
+struct Mixed { u32 a[4]; float* d; u64 b; int pairs; bool more; };
+static void do_mixed(const Mixed& mixed) {  // of 32 bytes of each row
+    const int lane = me % 32, first = me - lane + lane / 4 * 4;
+    lanes[me] = {{mixed.a[0], mixed.a[1], mixed.a[2], mixed.a[3]}, {}, mixed.d};
+    meet(warp_arrived[me / 32], 32);
+    for (int i = 0; i < mixed.pairs / 2; ++i) {
+        float sum = mixed.more ? mixed.d[i] : 0.f;
+        for (int k = 0; k < 16; ++k) {
+            const u16 a = lanes[first + k % 8 / 2].a[i % 4 / 2 + k / 8 * 2] >> k % 2 * 16;
+            sum = fmaf(to_float(a), value_of(mixed.b, i / 4 * 8 + lane % 4 * 2 + i % 2, k), sum);
+        }
+        mixed.d[i] = sum;
+    }
+    meet(warp_arrived[me / 32], 32);
+}
+template <int PAIRS>
+struct FromRegisters {
+    static void add(float (&d)[PAIRS / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int more) {
+        const Mixed mixed = {{a0, a1, a2, a3}, d, b, PAIRS, more != 0};
+        if (early == 1) do_mixed(mixed);
+        else products_open[me].push_back([mixed] { do_mixed(mixed); });
+    }
+};
 #endif
 
 #include SOURCE
@@ -595,9 +649,23 @@ extern "C" void dense_sizes(int x_rows, int rows, int stages, int chain, int gat
 }
 #endif
 
+#ifdef MANY_PAIRS
+using ManyPairsKernel = void (*)(TensorMap, const u16*, const u16*, const int*, const int*, u16*, int, int, int, int, int,
+                                 float);
+static struct {  // of the next run besides what `job` and `expert` have; count: of experts
+    int count, gated, stages;
+} many_pairs;
+extern "C" void many_pairs_sizes(int count, int gated, int stages) { many_pairs = {count, gated, stages}; }
+#endif
+
 static void body() {
     const int fiber = me;
-#ifdef DENSE
+#ifdef MANY_PAIRS
+    const int parts = many_pairs.gated ? 2 : 1;
+    const TensorMap w = {job.w, false, {job.K, job.N, many_pairs.count * parts}, {64, 64 / parts, parts}};
+    ((ManyPairsKernel)job.kernel)(w, job.x, job.bias, expert.order, expert.tiles, job.y, expert.tile_count,
+                                  expert.choices, job.N, job.K, many_pairs.stages, expert.limit);
+#elif defined(DENSE)
     const int parts = dense.gated ? 2 : 1;
     const TensorMap x = {job.x, true, {job.K, job.M, 1}, {64, dense.many ? 64 : dense.x_rows, 1}};
     const TensorMap w = {job.w, false, {job.K, job.N, parts}, {64, dense.rows / parts, parts}};
@@ -678,8 +746,11 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
 #endif
 #ifdef DENSE
             stores.assign(fibers.size(), {}), stores_open.assign(fibers.size(), {});
-            shown_writes.assign(cluster * 2, 0);
+            shown_writes.assign(cluster * 2 + 1, 0);
             group_arrived.assign(cluster * 2, 0);
+#endif
+#ifdef MANY_PAIRS
+            arrived_128.assign(cluster * 3, 0);
 #endif
 #ifdef FP8
             given.assign(cluster * 2, 0);

@@ -15,6 +15,7 @@ import torch
 
 from draftwing.ops.cuda import nvrtc
 from draftwing.ops.experts import cuda as gemm_experts
+from draftwing.ops.experts import cuda_many as experts_many
 from draftwing.ops.experts.cuda import DENSE, Layout
 from draftwing.ops.experts.rows import FP8, INT4, INT8, MX
 from draftwing.ops.gemm import cuda as gemm
@@ -149,6 +150,17 @@ def test_groups_on_older_devices(dtype: torch.dtype, capability: tuple[int, int]
 def test_experts(layout: Layout, tmp_path: Path) -> None:
     gemm_experts.compile_ahead(torch.bfloat16, layout, HOPPER)
     assert list(tmp_path.rglob("*.cubin"))
+
+
+@pytest.mark.further(dtype=torch.float16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_experts_of_many_pairs(dtype: torch.dtype, tmp_path: Path) -> None:
+    image = tmp_path / "many.cubin"
+    image.write_bytes(experts_many.compile_ahead(dtype, HOPPER))
+    if (tool := disassembler()) is not None:  # as above: two products of four are under way at a time
+        code = subprocess.run([tool, "-sass", image], capture_output=True, text=True, check=True).stdout
+        products, waits = code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
+        assert 0 < waits < products, f"{products} products, {waits} waits"
 
 
 @pytest.mark.exhaustive

@@ -22,7 +22,7 @@ from draftwing.layers.linear_ops.groups import dequantised
 from draftwing.layers.linear_ops.parallel import JoinedOutputs, NormedSum
 from draftwing.layers.mlp import GatedMLP, LimitedGates, UngatedMLP
 from draftwing.layers.norm import RMSNorm
-from draftwing.ops.experts.routing import ExpertGemm, MixtureWeights, Routed, WholeMixture
+from draftwing.ops.experts.routing import LARGE_TILE, ExpertGemm, MixtureWeights, Routed, WholeMixture
 from draftwing.ops.experts.rows import ExpertRows
 from draftwing.ops.gemm.contract import Gemm
 from draftwing.ops.table import PLAIN, LayerOps
@@ -80,7 +80,7 @@ class ExpertMLP(nn.Module):
         if experts.shared_gate:
             self.shared_gate = nn.Parameter(torch.zeros(1, hidden, dtype=dtype, device=device))
         self._ops: LayerOps = PLAIN
-        self._exact = self._small = False  # as `LayerOps.route` has it
+        self._exact, self._most_pairs = False, LARGE_TILE  # as `LayerOps.route` has them
         self._routing = experts.routing
         self.scatter: Tensor | None = None  # see `LayerOps.route`
         self._whole: WholeMixture | None = None  # all of it
@@ -117,7 +117,7 @@ class ExpertMLP(nn.Module):
             self._joins.use(ops)
         if self.sum is not None:
             self.sum.use(ops)
-        self._small = not (self.gate_up.keeps_bits_in_large_tiles and self.down.keeps_bits_in_large_tiles)
+        self._most_pairs = min(self.gate_up.most_pairs, self.down.most_pairs)
         if isinstance(self.shared, UngatedMLP):
             self.shared.pack(ops)
         gate_up, down = self.gate_up.each_gemm(), self.down.each_gemm()
@@ -185,7 +185,9 @@ class ExpertMLP(nn.Module):
             routed = self._whole.routes(x, self.scatter, by)
             return self._through(x, routed), routed
         logits = self.router(x if by is None else by)[:, : experts.count + (routing.shared == "gated")]
-        routed = self._ops.route(logits, routing, self.correction, self._exact, self.scatter, experts.own, self._small)
+        routed = self._ops.route(
+            logits, routing, self.correction, self._exact, self.scatter, experts.own, self._most_pairs
+        )
         if experts.scales_inputs:
             x = self._ops.scaled_inputs(x, logits, routed, experts.own)
         if self.scale is not None:
@@ -329,7 +331,7 @@ class ExpertLinear(Linear):
         self._gemm: ExpertGemm | None = None
         self.grouped: AdaptedGroups | None = None  # what adapters add, where there may be some
         self.device_weight: Tensor | ExpertRows | None = None  # as the device's kernels hold it, where they do
-        self.keeps_bits_in_large_tiles = True  # as these kernels say
+        self.most_pairs = LARGE_TILE  # of a tile, as these kernels say
 
     def pack(self, ops: LayerOps, mode: PackMode | None = None) -> None:
         if self._packed:
@@ -340,7 +342,7 @@ class ExpertLinear(Linear):
             gemm = self._gemm = ops.expert_gemm and ops.expert_gemm(groups, self.count)
             if gemm is not None:
                 self.device_weight = gemm.weight
-                self.keeps_bits_in_large_tiles = gemm.keeps_bits_in_large_tiles(self._dtype)
+                self.most_pairs = gemm.most_pairs(self._dtype)
                 self.op = ExpertWeights(self, gemm.weight, self._dtype)
                 return
             what = f"{groups.rows} x {groups.columns}, {self._dtype}"
@@ -357,7 +359,7 @@ class ExpertLinear(Linear):
         self.op = Dense(self)
         if gemm is not None:
             self.device_weight = gemm.weight
-            self.keeps_bits_in_large_tiles = gemm.keeps_bits_in_large_tiles(self._dtype)
+            self.most_pairs = gemm.most_pairs(self._dtype)
         mode.if_exact(
             gemm is not None or ops.keeps_bits(weight),
             f"expected {mode.name}.weight in a type and size that there are GEMMs of experts for; found "

@@ -245,6 +245,14 @@ def triton_ops(device: torch.device, mended_interpreter: None) -> TorchOps:
     return TritonOps(device)
 
 
+def test_pairs_of_a_tile() -> None:
+    pytest.importorskip("triton")
+    from draftwing.ops.experts.triton_tiles import tile_rows
+
+    assert tile_rows(128, 8, 16, 192) == tile_rows(256, 4, 128, 192) == 16
+    assert tile_rows(129, 8, 128, 192) == 192 and tile_rows(129, 8, 128) == 64 and tile_rows(129, 8, 128, 16) == 16
+
+
 @pytest.mark.parametrize("few", [4096, 20])
 @pytest.mark.parametrize(("rows", "tile"), [(1, 16), (7, 16), (70, 16), (30, 64), (400, 64)])
 def test_tiles_have_every_pair_once_with_its_expert(
@@ -369,7 +377,7 @@ def test_bits_of_many_rows(triton_ops: TorchOps, kind: str, limit: float) -> Non
     assert gemm is not None
     logits, x = made(triton_ops, rows, COUNT), made(triton_ops, rows, columns, seed=13, dtype=torch.bfloat16)
     bias = made(triton_ops, COUNT * 192, seed=12, dtype=torch.bfloat16)
-    how = {"exact": True, "small": not gemm.keeps_bits_in_large_tiles(torch.bfloat16)}
+    how = {"exact": True, "most_pairs": gemm.most_pairs(torch.bfloat16)}
     routed = triton_ops.route(logits, Routing(TOP), **how)
     found, gated = gemm.linear(x, bias, routed), gemm.gated(x, bias, routed, limit)
     assert gated is not None

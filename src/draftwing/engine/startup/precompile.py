@@ -250,11 +250,14 @@ def _products(job: Job) -> Iterator[tuple[Any, ...]]:
 def _held_products(job: Job, needed: Needed) -> Iterator[tuple[Any, ...]]:
     """Yields the same of products with weights of these forms."""
     from draftwing.ops.experts import cuda as gemm_experts
+    from draftwing.ops.experts import cuda_many as experts_many
     from draftwing.ops.gemm import cuda_heads
 
     if needed.fp8:
         yield from ((cuda_fp8.compile_ahead, job.capability, many) for many in (False, True))
     yield from ((gemm_experts.compile_ahead, job.dtype, layout, job.capability) for layout in needed.experts)
+    if cuda_wgmma.runs_on(job.capability) and any(layout.kind == gemm_experts.DENSE for layout in needed.experts):
+        yield experts_many.compile_ahead, job.dtype, job.capability
     yield from ((cuda_heads.compile_ahead, job.dtype, chunks, job.capability) for chunks in needed.heads)
 
 

@@ -56,6 +56,9 @@ class Routing:
         return 0 if self.shared == "none" else self.shared_count
 
 
+SMALL_TILE, LARGE_TILE = 16, 64  # pairs of a tile that all kernels take
+
+
 class MixtureWeights(NamedTuple):
     """What a mixture of experts multiplies with, each expert by itself, in the order of experts."""
 
@@ -175,7 +178,7 @@ class DeviceExpertGemm(ExpertGemm, Protocol):
 
     weight: Tensor | ExpertRows  # as it is held from now on
 
-    def keeps_bits_in_large_tiles(self, dtype: torch.dtype) -> bool:
-        """Returns whether a pair has the same bits in tiles of any size, with activations of this type, on a device of
-        which that is known at all."""
+    def most_pairs(self, dtype: torch.dtype) -> int:
+        """Returns how many pairs tiles may have, with activations of this type, in which a pair has the bits that it
+        has in those of fewer: on a device of which that is known at all."""
         ...

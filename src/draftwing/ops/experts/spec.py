@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwing.ops.experts.routing import EveryExpert, Routed, Routing
+from draftwing.ops.experts.routing import LARGE_TILE, EveryExpert, Routed, Routing
 from draftwing.ops.norms.spec import NormOps
 
 SWIGLU_ALPHA = 1.702  # of the clamped gate
@@ -90,13 +90,13 @@ class ExpertOps:
         exact: bool = False,
         scatter: Tensor | None = None,
         own: range | None = None,
-        small: bool = False,
+        most_pairs: int = LARGE_TILE,
     ) -> Routed:
         """logits [M, count], [M, count + 1] of a gated `Routing.shared`, correction [count] of `has_correction` -> the
         best experts of each row with their weights, in float32 or wider, [M, `Routing.choices`]. A row chooses the same
         in any batch. exact: GEMMs are to give a row the same bits in any batch, too. scatter [1] int32: where it is not
         0, rows choose at random, whatever their logits are. own: the experts that this rank has; other pairs are left
-        out (`Routed`). small: where `exact`, they do so in small tiles alone."""
+        out (`Routed`). most_pairs: the least `DeviceExpertGemm.most_pairs` of these GEMMs."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         gate = wide[:, -1:]
         wide = wide[:, :-1] if routing.shared == "gated" else wide

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftwing.ops.experts.routing import ExpertTiles, Routed, Routing
 from draftwing.ops.experts.spec import SWIGLU_ALPHA, TINY, ExpertOps
-from draftwing.ops.experts.triton_tiles import SMALL_TILE, tile_rows, tiles_of
+from draftwing.ops.experts.triton_tiles import LARGE_TILE, SMALL_TILE, tile_rows, tiles_of
 from draftwing.ops.norms.triton import warps_of_row
 from draftwing.ops.triton.common import is_hopper, lanes, launch_options, rounded_product, start
 
@@ -270,7 +270,7 @@ def route(
     exact: bool = False,
     scatter: Tensor | None = None,
     own: range | None = None,
-    small: bool = False,
+    most_pairs: int = LARGE_TILE,
 ) -> Routed:
     """See `ExpertOps.route`; with the tiles that kernels want."""
     rows, top_k, choices, shared = len(logits), routing.top_k, routing.choices, routing.shared_choices
@@ -289,7 +289,8 @@ def route(
             NEAR=routing.near, LANES=lanes(count), TOP_LANES=lanes(choices), num_warps=1,
             **launch_options(logits.device),
         )  # fmt: skip
-    tile, held = tile_rows(rows, top_k, count, exact and (small or not is_hopper())), len(here) + shared
+    most = max(most_pairs, LARGE_TILE) if not exact else most_pairs if is_hopper() else SMALL_TILE
+    tile, held = tile_rows(rows, top_k, count, most), len(here) + shared
     made = tiles_of(experts, held, tile, exact) if tiles is None else ExpertTiles(None, tiles, tile, exact)
     return Routed(experts, weights, held, made, own is not None)
 

@@ -1,5 +1,6 @@
 """GEMMs with the weights of experts: a program per tile of pairs and outputs, so that of the weights only those of
-experts that were chosen are read. Those of few tokens are `ops.experts.cuda`' where it takes the weight.
+experts that were chosen are read. Those of few tokens are `ops.experts.cuda`' where it takes the weight, and on Hopper
+those of many with weights in 16 bits are `ops.experts.cuda_many`'s.
 
 Weights that are quantised are dequantised in registers, to the values of `groups.unpacked`. A row's bits depend on that
 row, its expert and the kind of tile. Where they are to be the same in any batch, and of quantised weights always,
@@ -21,15 +22,16 @@ from torch import Tensor
 
 from draftwing.ops.elementwise.triton import gated
 from draftwing.ops.experts import cuda as gemm_experts
-from draftwing.ops.experts.routing import DeviceExpertGemm, Routed
+from draftwing.ops.experts import cuda_many
+from draftwing.ops.experts.routing import LARGE_TILE, SMALL_TILE, DeviceExpertGemm, Routed
 from draftwing.ops.experts.rows import FP8, INT4, INT8, MX, STEP, expert_rows, fits
 from draftwing.ops.experts.spec import SWIGLU_ALPHA
 from draftwing.ops.experts.triton import clamped_swiglu_of
-from draftwing.ops.experts.triton_tiles import LARGE_TILE, SMALL_TILE
+from draftwing.ops.experts.triton_order import in_order
 from draftwing.ops.gemm.groups import PackedGroups
 from draftwing.ops.gemm.shapes import SHARES
 from draftwing.ops.gemm.stored import MX_BLOCK, MXRows
-from draftwing.ops.triton.common import INTERPRETED, keep_cache, launch_options, let_next_come, wait
+from draftwing.ops.triton.common import INTERPRETED, is_hopper, keep_cache, launch_options, let_next_come, wait
 
 # How a weight is stored, and what becomes of a product.
 DENSE = 0
@@ -326,13 +328,6 @@ def spread_of(kind: int) -> int:
     return 32 if kind == DENSE else 64
 
 
-def _in_order(x: Tensor, spread: int) -> Tensor:
-    """x [R, K] in 16 bits, K a multiple of `spread` -> the same, columns in the order of `_columns`."""
-    rows, columns = x.shape
-    pairs = x.contiguous().view(torch.int32).view(rows, columns // spread, 4, spread // 16, 2)
-    return pairs.permute(0, 1, 3, 4, 2).reshape(rows, columns // 2).view(x.dtype)
-
-
 class ExpertGemm:
     """The kernels with one weight. Quantised ones are brought into their layout."""
 
@@ -345,9 +340,12 @@ class ExpertGemm:
     def rows(self) -> int:
         return self.weight.shape[0] if isinstance(self.weight, Tensor) else self.weight.rows
 
-    def keeps_bits_in_large_tiles(self, dtype: torch.dtype) -> bool:
+    def most_pairs(self, dtype: torch.dtype) -> int:
+        if isinstance(self.weight, Tensor):
+            many = is_hopper() and cuda_many.takes(self.weight, self.rows // self._count, dtype)
+            return cuda_many.SIZE.tile if many else LARGE_TILE
         # Small tiles of other weights that are dequantised have other columns in an instruction.
-        return isinstance(self.weight, Tensor) or gemm_experts.takes(self.weight, dtype)
+        return LARGE_TILE if gemm_experts.takes(self.weight, dtype) else SMALL_TILE
 
     def linear(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor:
         return self._run(x, bias, routed, self.rows // self._count, _PLAIN.value, 0.0)
@@ -358,7 +356,8 @@ class ExpertGemm:
     def squared(self, x: Tensor, bias: Tensor | None, routed: Routed) -> Tensor | None:
         tiles = routed.tiles
         assert tiles is not None
-        if tiles.rows > gemm_experts.MAX_PAIRS or not gemm_experts.takes(self.weight, x.dtype):
+        few = tiles.rows <= gemm_experts.MAX_PAIRS and gemm_experts.takes(self.weight, x.dtype)
+        if not few and tiles.rows <= LARGE_TILE:
             return None
         return self._run(x, bias, routed, self.rows // self._count, _PLAIN.value, gemm_experts.SQUARES)
 
@@ -370,12 +369,15 @@ class ExpertGemm:
             x = x.index_select(1, weight.order)
         if tiles.rows <= gemm_experts.MAX_PAIRS and gemm_experts.takes(weight, x.dtype):
             return gemm_experts.multiply(_NAMES[act], x, weight, bias, routed, width, limit)
+        if tiles.rows > LARGE_TILE:
+            assert isinstance(weight, Tensor)
+            return cuda_many.multiply(_NAMES[act], in_order(x, spread_of(DENSE)), weight, bias, routed, width, limit)
         kind = DENSE if isinstance(weight, Tensor) else weight.kind
         features, warps, stages = SHAPES[kind, tiles.rows][act != _PLAIN.value]
         # Quantised weights have one form: by measured ratios it is no slower than one that sums columns as they lie.
         spread = spread_of(kind) if (tiles.exact or kind != DENSE) and not wide else 0
         x_in_sets = spread > 0 and x.shape[1] % spread == 0
-        x = _in_order(x, spread) if x_in_sets else x
+        x = in_order(x, spread) if x_in_sets else x
         if isinstance(weight, Tensor):
             codes, scales, zeros, depth = weight, None, None, weight.shape[1]
             arguments = {"KIND": kind, "GROUPS": 0, "PACKED": False, "STEP": CHUNK}

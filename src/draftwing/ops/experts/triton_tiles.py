@@ -8,14 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwing.ops.experts.routing import ExpertTiles
+from draftwing.ops.experts.routing import LARGE_TILE, SMALL_TILE, ExpertTiles
 from draftwing.ops.triton.common import lanes, launch_options, start
 
 FEW_PAIRS = 1024  # up to so many are sorted by comparing all with all, in one kernel; swept in docs/dev/gpu_kernels.md
 # Up to so many tokens, or pairs of an expert on average, tiles have few rows. 128 tokens of 128 experts, of which each
 # chooses 8, were measured (docs/dev/quantised_kernels.md).
 FEW_TOKENS, FEW_OF_AN_EXPERT = 128, 8
-SMALL_TILE, LARGE_TILE = 16, 64  # pairs of a tile
 # Pairs that a program places, those that they are compared with at a time, and that are counted at a time.
 _BLOCK, _CHUNK, _COUNTED = 64, 128, 1024
 # Of many pairs: those of a program, those that they are compared with at a time, and counts that are added at a time.
@@ -133,11 +132,10 @@ def _place_kernel(
     tl.store(order + before, pair, mask=pair < pairs)
 
 
-def tile_rows(tokens: int, top_k: int, count: int, small: bool = False) -> int:
-    """Returns pairs of a tile, with `top_k` of `count` experts for a token. small: as bits must not depend on the
-    number of tokens, and on this device those of large tiles may."""
+def tile_rows(tokens: int, top_k: int, count: int, most: int = LARGE_TILE) -> int:
+    """Returns pairs of a tile, with `top_k` of `count` experts for a token. most: that one may have."""
     few = tokens <= FEW_TOKENS or tokens * top_k <= FEW_OF_AN_EXPERT * count
-    return SMALL_TILE if small or few else LARGE_TILE
+    return SMALL_TILE if few else most
 
 
 def tiles_of(experts: Tensor, count: int, rows: int, exact: bool = False) -> ExpertTiles:
