@@ -527,10 +527,6 @@ static void copy_box_once(void* to, const TensorMap* map, int column, int row, B
 #endif
 
 #ifdef MANY_PAIRS
-static void copy_box_of_to_both(void* to, const TensorMap* map, int column, int row, int matrix, Barrier* barrier) {
-    for (int rank = 0; rank < 2; ++rank)
-        copy_box_of(at_rank((char*)to, rank), map, column, row, matrix, at_rank(barrier, rank));
-}
 template <int COUNT>
 static void give_registers() {}
 static std::vector<int> arrived_128;  // of which 128 threads

@@ -20,7 +20,7 @@ from draftwing.ops.gemm.cuda import read_files
 from draftwing.ops.table import PLAIN
 
 COUNT, TOP = 5, 2
-SIZES = [cuda_many.SIZE, Size(64, (32, 64), (208, 88)), Size(32, (32,), (208, 88), cluster=2)]
+SIZES = [cuda_many.SIZE, Size(64, (32, 64), (208, 88)), Size(160, (32, 96, 160), (232, 40))]
 
 
 def in_order(x: Tensor) -> Tensor:
@@ -77,13 +77,13 @@ class Host:
         places = map(pointer, (tiles.order, tiles.tiles))
         self._library.experts(len(w), tiles.tiles.shape[1], routed.choices(x), 0, *places, ctypes.c_float(limit), 1)
         self._library.many_pairs_sizes(COUNT, int(kind != "plain"), stages)
-        sizes = len(x), width, x.shape[1], blocks * self.size.cluster, 1
-        launch(self._library, kind, (384, self.size.cluster, 227 << 10), (x, w, bias, None, out), sizes, early)
+        sizes = len(x), width, x.shape[1], blocks, 1
+        launch(self._library, kind, (384, 1, 227 << 10), (x, w, bias, None, out), sizes, early)
         self._library.source(None, 0)
         return out
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size.pairs}x{size.cluster}")
+@pytest.fixture(scope="module", params=SIZES, ids=lambda size: str(size.pairs))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Host:
     return Host(tmp_path_factory.mktemp("many"), request.param)
 
@@ -117,7 +117,7 @@ def alone(kind: str, x: Tensor, w: Tensor, bias: Tensor | None, routed: Routed, 
 def test_bits(run: Host, kind: str, depth: int) -> None:
     rows = 90
     w, x, bias = random(COUNT * 144, depth, seed=1), random(rows, depth, seed=2), random(COUNT * 144, seed=3)
-    routed = routed_of(rows, run.size.tile)
+    routed = routed_of(rows, run.size.pairs)
     expected = alone(kind, x, w, None, routed, 0.0) + bias.view(COUNT, -1)[routed.experts.flatten()].float()
     if kind == "silu":
         gate, up = expected.bfloat16().float().chunk(2, 1)
@@ -178,7 +178,7 @@ def test_bits_are_those_of_few_pairs(count: int, top: int, depth: int, rows: int
         its_bias = bias if own is None else bias.view(count, rows)[own.start : own.stop].flatten()
         one, other = (
             replace(routed, tiles=tiles_of(routed.experts, routed.count, size, True))
-            for size in (gemm_experts.MAX_PAIRS, cuda_many.SIZE.tile)
+            for size in (gemm_experts.MAX_PAIRS, cuda_many.SIZE.pairs)
         )
         there = routed.experts.flatten() >= 0
         for kind, limit in (("plain", 0.0), ("plain", gemm_experts.SQUARES), ("silu", 0.0), ("clamped", 1.5)):

@@ -32,19 +32,13 @@ _INSTRUCTIONS = {torch.bfloat16: "k16.f32.bf16.bf16", torch.float16: "k16.f32.f1
 class Size(NamedTuple):
     """Of kernels, which has no influence on their results."""
 
-    pairs: int  # that a block has of a tile, a multiple of 16
+    pairs: int  # of a tile at most, a multiple of 16
     each: tuple[int, ...]  # as many as instructions have: the first of these that suffice
     registers: tuple[int, int]  # of a thread that multiplies, and of one that copies
-    cluster: int = 1  # blocks that share weights, and have some pairs of a tile each
 
     @property
     def threads(self) -> int:
         return 384
-
-    @property
-    def tile(self) -> int:
-        """Returns pairs of a tile at most."""
-        return self.pairs * self.cluster
 
     @property
     def stages(self) -> int:
@@ -55,11 +49,11 @@ class Size(NamedTuple):
     def lines(self) -> str:
         """Returns lines of the source."""
         sizes = ", ".join(map(str, (*self.registers, *self.each)))
-        template = f"{self.pairs}, {self.cluster}, {{}}, {sizes}"
+        template = f"{self.pairs}, {{}}, {sizes}"
         return "".join(f"MANY_PAIRS_KERNEL({name}, {template.format(kind)})\n" for name, kind in KINDS.items())
 
 
-SIZE = Size(160, (32, 96, 160), (232, 40))
+SIZE = Size(176, (64, 176), (232, 40))  # of 128, 160 and 176 the least time in mean (docs/dev/gpu_kernels.md)
 
 
 def takes(weight: Tensor, rows: int, dtype: torch.dtype) -> bool:
@@ -77,7 +71,7 @@ class ManyPairs:
         self._size = size
         module = Module(read_source(size, dtype), options_for(dtype), device)
         self._kernels: dict[str, Kernel] = {kind: module.kernel(kind, size.threads, _SHARED) for kind in KINDS}
-        self._at_once = self._kernels["plain"].clusters_at_once(size.cluster)
+        self._at_once = self._kernels["plain"].clusters_at_once(1)
 
     def __call__(
         self, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed, width: int, limit: float = 0.0
@@ -85,15 +79,15 @@ class ManyPairs:
         """x [M or pairs, K], columns as `triton_order.in_order` puts 32, weight [count * N, K], bias [count * N] ->
         [pairs, width], as `cuda.multiply` has them."""
         tiles, x, parts, size = routed.tiles, x.contiguous(), 1 if kind == "plain" else 2, self._size
-        assert tiles is not None and tiles.rows <= size.tile and tiles.tiles.is_contiguous()
+        assert tiles is not None and tiles.rows <= size.pairs and tiles.tiles.is_contiguous()
         depth, count = x.shape[1], tiles.tiles.shape[1]
         out = x.new_empty(routed.pairs, width)
         box = (CHUNK, _ROWS // 2 // parts, parts)
         w_map = tensor_map(weight.data_ptr(), (depth, width, routed.count * parts), box)
         own = _ROWS // parts
         self._kernels[kind](
-            (size.cluster * min(count * -(-width // own), self._at_once),), w_map, x, bias, tiles.order, tiles.tiles,
-            out, count, routed.choices(x), width, depth, size.stages, limit, cluster=size.cluster,
+            (min(count * -(-width // own), self._at_once),), w_map, x, bias, tiles.order, tiles.tiles,
+            out, count, routed.choices(x), width, depth, size.stages, limit, cluster=1,
         )  # fmt: skip
         return out
 
@@ -129,7 +123,7 @@ def compile_ahead(dtype: torch.dtype, capability: tuple[int, int], size: Size = 
 def multiply(
     kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, routed: Routed, width: int, limit: float
 ) -> Tensor:
-    """As `cuda.multiply`, in tiles of up to `SIZE.tile`."""
+    """As `cuda.multiply`, in tiles of up to `SIZE.pairs`."""
     if x.is_meta or not routed.pairs:
         return x.new_empty(routed.pairs, width)
     return many_pairs(x.device, x.dtype)(kind, x, weight, bias, routed, width, limit)

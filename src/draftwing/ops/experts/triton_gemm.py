@@ -343,7 +343,7 @@ class ExpertGemm:
     def most_pairs(self, dtype: torch.dtype) -> int:
         if isinstance(self.weight, Tensor):
             many = is_hopper() and cuda_many.takes(self.weight, self.rows // self._count, dtype)
-            return cuda_many.SIZE.tile if many else LARGE_TILE
+            return cuda_many.SIZE.pairs if many else LARGE_TILE
         # Small tiles of other weights that are dequantised have other columns in an instruction.
         return LARGE_TILE if gemm_experts.takes(self.weight, dtype) else SMALL_TILE
 

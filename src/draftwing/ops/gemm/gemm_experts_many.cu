@@ -28,16 +28,6 @@ __device__ __forceinline__ void copy_box_of(void* to, const TensorMap* map, int 
         : "memory");
 }
 
-// The same to both blocks of a cluster, whose barriers at the same place expect it.
-__device__ __forceinline__ void copy_box_of_to_both(void* to, const TensorMap* map, int column, int row, int matrix,
-                                                    Barrier* barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_at(to)),
-        "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(shared_at(barrier)), "h"((u16)3)
-        : "memory");
-}
-
 template <int COUNT>
 __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
@@ -98,7 +88,7 @@ struct Staged {
 };
 
 // The threads that multiply: one warp group's part of a tile of up to PAIRS pairs.
-template <int PAIRS, int TOKENS, int CLUSTER, int KIND>
+template <int PAIRS, int TOKENS, int KIND>
 struct Multiplied {
     float d[PAIRS / 2], total[PAIRS / 2];
 
@@ -113,8 +103,7 @@ struct Multiplied {
         const int at = held(row * 128 + ((t ^ g) * 16));  // of half 1 of a chunk: 64 bytes, the bit g may have
         EACH(k, PAIRS / 2) d[k] = total[k] = 0.f;
         auto give_back = [&](int stage) {
-            if (CLUSTER > 1 && lane < CLUSTER) arrive_at_rank(empty + stage, lane);
-            if (CLUSTER == 1 && lane == 0) arrive(empty + stage);
+            if (lane == 0) arrive(empty + stage);
         };
         int last = -1;  // the stage whose products may be under way
         uint4 top[2], bottom[2];
@@ -231,29 +220,27 @@ struct Gathered {
 };
 
 // What threads that copy do: one tile after the other, as far ahead as there are stages.
-template <int TOKENS, int CLUSTER, int KIND>
+template <int TOKENS, int KIND>
 __device__ __forceinline__ void copy_many_pairs(const ManyPairs& task, ManyWork<TOKENS>* works, char* ring, Barrier* full,
                                                 Barrier* empty) {
     constexpr int STAGE = (MANY_ROWS + TOKENS) * 128, MINE = (TOKENS + GATHER - 1) / GATHER;
     constexpr int OWN = KIND == PLAIN ? MANY_ROWS : MANY_ROWS / 2;  // results of a pair
     const int thread = threadIdx.x % GATHER, chunks = task.K / CHUNK, parts = (task.N + OWN - 1) / OWN;
     const Gathered gathered(thread);
-    const int rank = CLUSTER > 1 ? rank_in_cluster() : 0;
-    int number = blockIdx.x / CLUSTER, s = 0, parity = 0, turn = 0;
+    int number = blockIdx.x, s = 0, parity = 0, turn = 0;
     int expert, live = 0, row0 = 0, pair[MINE];  // of the next tile
     auto find = [&] {
         const int tile = number / parts;
         expert = tile < task.tile_count ? load_route(task.tiles + tile) : -1;
         if (expert >= 0) {
-            const int all = load_route(task.tiles + 2 * task.tile_count + tile), before = (all + 1) / 2 * rank;
-            const int begin = load_route(task.tiles + task.tile_count + tile) + before;
-            live = CLUSTER == 1 ? all : rank == 0 ? (all + 1) / 2 : all - before, row0 = number % parts * OWN;
+            const int begin = load_route(task.tiles + task.tile_count + tile);
+            live = load_route(task.tiles + 2 * task.tile_count + tile), row0 = number % parts * OWN;
             EACH(i, MINE) {
                 const int at = begin + thread + i * GATHER;
                 pair[i] = thread + i * GATHER >= live ? 0 : task.order ? load_route(task.order + at) : at;
             }
         }
-        number += gridDim.x / CLUSTER;
+        number += gridDim.x;
     };
     find();
     while (true) {
@@ -273,13 +260,7 @@ __device__ __forceinline__ void copy_many_pairs(const ManyPairs& task, ManyWork<
             char* const stage = ring + s * STAGE;
             if (thread == 0) {
                 expect_bytes(full + s, MANY_ROWS * 128);
-                EACH(i, 2) {
-                    const int row = own_row0 + i * (OWN / 2);
-                    if (CLUSTER == 1)
-                        copy_box_of(stage + i * 64 * 128, task.w, chunk * CHUNK, row, matrix, full + s);
-                    else if (i == rank)
-                        copy_box_of_to_both(stage + i * 64 * 128, task.w, chunk * CHUNK, row, matrix, full + s);
-                }
+                EACH(i, 2) copy_box_of(stage + i * 64 * 128, task.w, chunk * CHUNK, own_row0 + i * (OWN / 2), matrix, full + s);
             }
             gathered.copy(stage + MANY_ROWS * 128, task.x + chunk * CHUNK, work, count);
             arrive_after_copies(full + s);
@@ -295,20 +276,20 @@ __device__ __forceinline__ void copy_many_pairs(const ManyPairs& task, ManyWork<
 }
 
 // Always true.
-template <int PAIRS, int TOKENS, int CLUSTER, int KIND>
+template <int PAIRS, int TOKENS, int KIND>
 __device__ __forceinline__ bool multiply_tile(const ManyPairs& task, const ManyWork<TOKENS>& work,
                                               const Staged<KIND>& staged, char* ring, Barrier* full, Barrier* empty,
                                               int& s, int& parity, int group) {
-    Multiplied<PAIRS, TOKENS, CLUSTER, KIND> part;
+    Multiplied<PAIRS, TOKENS, KIND> part;
     part.run(task, ring, full, empty, s, parity);
     part.end(task, work, staged, group);
     return true;
 }
 
-// TOKENS: pairs of a block's part of a tile at most. PAIRS: as many as instructions have: the first of these that suffice,
+// TOKENS: pairs of a tile at most. PAIRS: as many as instructions have: the first of these that suffice,
 // multiples of 16, up to TOKENS.
 // OWN_REGISTERS, LEFT_REGISTERS: of threads that multiply, and that copy. K has as many chunks as there are stages, or more.
-template <int TOKENS, int CLUSTER, int KIND, int OWN_REGISTERS, int LEFT_REGISTERS, int... PAIRS>
+template <int TOKENS, int KIND, int OWN_REGISTERS, int LEFT_REGISTERS, int... PAIRS>
 __device__ __forceinline__ void many_pairs_gemm(const ManyPairs& task) {
     constexpr int STAGE = (MANY_ROWS + TOKENS) * 128, CONSUMERS = 256;
     extern __shared__ float sums[];  // barriers, works, then the ring, then results
@@ -319,16 +300,15 @@ __device__ __forceinline__ void many_pairs_gemm(const ManyPairs& task) {
     char* const ring = (char*)(works + WORKS) + (-shared_at(works + WORKS) & 1023);
     if (threadIdx.x == CONSUMERS) {
         prefetch_map(task.w);
-        init_ring(full, empty, stages, GATHER + 1, CLUSTER * CONSUMERS / 32);
+        init_ring(full, empty, stages, GATHER + 1, CONSUMERS / 32);
         show_barriers();
     }
-    if constexpr (CLUSTER > 1) sync_cluster();
-    else __syncthreads();
+    __syncthreads();
     wait_for_earlier_kernels();
     launch_dependents();
     if (threadIdx.x >= CONSUMERS) {
         give_registers<LEFT_REGISTERS>();
-        copy_many_pairs<TOKENS, CLUSTER, KIND>(task, works, ring, full, empty);
+        copy_many_pairs<TOKENS, KIND>(task, works, ring, full, empty);
     } else {
         take_registers<OWN_REGISTERS>();
         const int group = held(threadIdx.x / 128);
@@ -337,11 +317,10 @@ __device__ __forceinline__ void many_pairs_gemm(const ManyPairs& task) {
             wait_barrier(full + s, parity);
             const ManyWork<TOKENS>& work = works[turn % WORKS];
             if (work.expert < 0) break;
-            (... || (work.live <= PAIRS && multiply_tile<PAIRS, TOKENS, CLUSTER, KIND>(task, work, staged, ring, full, empty,
-                                                                                       s, parity, group)));
+            (... || (work.live <= PAIRS && multiply_tile<PAIRS, TOKENS, KIND>(task, work, staged, ring, full, empty, s,
+                                                                              parity, group)));
         }
     }
-    if constexpr (CLUSTER > 1) sync_whole_cluster();  // no block leaves while the other one writes to it
 }
 
 #define MANY_PAIRS_KERNEL(NAME, ...)                                                                                  \
