@@ -376,6 +376,8 @@ class ExpertGemm:
         features, warps, stages = SHAPES[kind, tiles.rows][act != _PLAIN.value]
         # Quantised weights have one form: by measured ratios it is no slower than one that sums columns as they lie.
         spread = spread_of(kind) if (tiles.exact or kind != DENSE) and not wide else 0
+        if spread and kind != DENSE and is_hopper():
+            features = max(features, 64)  # else products take wgmma and gates mma.sync, with other columns together
         x_in_sets = spread > 0 and x.shape[1] % spread == 0
         x = in_order(x, spread) if x_in_sets else x
         if isinstance(weight, Tensor):
