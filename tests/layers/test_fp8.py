@@ -10,14 +10,19 @@ import pytest
 import torch
 from decoder_configs import decoder_config
 from group_ops import Fp8TorchOps
+from plain_attention import FunctionAttend
 from thread_ranks import meet
 from torch import Tensor
 
+from draftwing.layers.attention import AttentionConfig
+from draftwing.layers.config import LayerConfig, NormConfig
+from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.linear import Linear, row_parallel
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.linear_ops.groups import Fp8Linear, GroupFormat, PackedLinear, log_groups
-from draftwing.models.decoder import DecoderModel
+from draftwing.layers.norm import RMSNorm
+from draftwing.models.decoder import DecoderModel, pack_layers
 from draftwing.ops.fp8.spec import FP8_FROM, packed_rows, quantised
 from draftwing.ops.gemm.stored import QuantizedRows
 from draftwing.parallel.cut import Cut, Order
@@ -130,6 +135,34 @@ def test_the_log_says_which(caplog: pytest.LogCaptureFixture) -> None:
         log_groups(model)
     assert "3 tensors in fp8, groups of 128 x 128, for activations in fp8: kept" in caplog.text
     assert "1 tensors in fp8, groups of 128 x 128: kept" in caplog.text  # `down`, of 192 columns
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_layer_that_adds_to_what_it_reads(added: bool) -> None:
+    """Nothing can be added to activations in fp8, so its norms give none: the sums of its parts are the layer."""
+    config = LayerConfig(
+        256, AttentionConfig(4, 2, 64), 256, NormConfig(1e-6), weight_format=FORM, normed_residual=added
+    )
+    layer = DecoderLayer(config, 0, BF16, torch.device("meta"))
+    assert layer.attn_norm is not None and layer.mlp_norm is not None and layer.mlp is not None
+    for part in [*layer.modules()]:
+        if isinstance(part, Linear):
+            assert part.op.keep(ParamSlice("weight", 0, part.out_features), fp8(part.out_features, part.in_features))
+        elif isinstance(part, RMSNorm):
+            part.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 256, dtype=BF16), False)
+    pack_layers(layer, FORM.ops, PackMode())
+    assert all(isinstance(linear.op, Fp8Linear) for linear in layer.linears())
+    x, turn = inputs(5), (torch.ones(5, 1, 64), torch.zeros(5, 1, 64))
+    attend = FunctionAttend(lambda layer, q, k, v: q.flatten(1) + v.repeat_interleave(2, 1).flatten(1))
+    normed = layer.attn_norm(x)
+    middle = (normed if added else x) + layer.mixer(normed, *turn, attend)
+    under = layer.mlp_norm(middle)
+    expected = (under if added else middle) + layer.mlp(under)
+    close = {"rtol": 2.0**-6, "atol": 2.0**-6 * float(expected.abs().max())}
+    torch.testing.assert_close(layer(x, *turn, attend), expected, **close)
+    made, normed = layer.under(layer.mlp_norm, normed, x, *turn, attend)
+    torch.testing.assert_close(made, expected, **close)
+    torch.testing.assert_close(normed, layer.mlp_norm(made), **close)
 
 
 def test_experts_stay_as_they_are() -> None:

@@ -82,7 +82,9 @@ class DecoderLayer(nn.Module):
         if self._centred:  # which gives no activations in fp8
             return
         first = mixer.linears()[: mixer.before_attention] if mixer.takes_fp8 else []
-        self._quantises = any(linear.takes_fp8 for linear in first), isinstance(mlp, GatedMLP) and mlp.gate_up.takes_fp8
+        if not self._normed_residual:  # nothing can be added to activations in fp8
+            of_mlp = isinstance(mlp, GatedMLP) and mlp.gate_up.takes_fp8
+            self._quantises = any(linear.takes_fp8 for linear in first), of_mlp
         self._whole = whole_layers(ops, [self.weights()])
         if self._sums_plainly and self._mixer_sum is not None and self.mlp_norm is not None:
             self._mixer_sum.lead_to(self.mlp_norm.of_next_sum(self._quantises[1]))
