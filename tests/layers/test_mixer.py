@@ -13,6 +13,7 @@ from draftwing.layers.config import LayerConfig, MixerConfig, Placement
 from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.indexer import IndexConfig
 from draftwing.layers.latent import LatentAttentionConfig
+from draftwing.layers.lightning import LightningConfig
 from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import FULL, AttentionKind
@@ -72,6 +73,7 @@ class NotedOp:
         LatentAttentionConfig(2, 16, 8, 16, 32, query_latent=16, index=IndexConfig(3, 32, 7, shared=True)),
         DeltaNetConfig(2, 4, 8, 16, 4),
         DeltaNetConfig(2, 4, 8, 16, 4, sigmoid=True),
+        LightningConfig((1.0, 0.5), 16),
         ShortConvConfig(32, 3),
     ],
     ids=lambda config: type(config).__name__,

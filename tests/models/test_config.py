@@ -244,6 +244,14 @@ def test_minimax_m2() -> None:
             from_hf({**MINIMAX_M2, key: value})
 
 
+def test_minimax_m1() -> None:
+    config = published("minimax-m1-80k")
+    assert [layer.normed_residual for layer in from_hf(config).layers] == [True] * 8
+    for key, value in {"sliding_window": 64, "postnorm": False, "shared_intermediate_size": 64}.items():
+        with pytest.raises(CheckpointError, match=f"{key} = .* is not supported"):
+            from_hf({**config, key: value})
+
+
 def test_qwen3_moe() -> None:
     config = from_hf(QWEN3_30B)
     assert {layer.experts for layer in config.layers} == {ExpertConfig(128, Routing(8), 768)}

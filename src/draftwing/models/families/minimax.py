@@ -122,7 +122,7 @@ _LIGHTNING: dict[str, Any] = {
     "experts": partial(softmax_experts, count_key="num_local_experts", ffn_key="intermediate_size"),
     "expert_names": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     "apart": lambda name, value: () if name.endswith(_MADE) else ((name, value),),
-    "neutral": {"block_size": None, "shared_moe_mode": None, "sliding_window": None},
+    "neutral": {"block_size": None, "shared_moe_mode": None, "sliding_window": (None,)},
 }
 FAMILIES = {
     "MiniMaxForCausalLM": Family("minimax", **_LIGHTNING),
