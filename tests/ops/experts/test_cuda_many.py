@@ -93,9 +93,7 @@ def alone(kind: str, x: Tensor, w: Tensor, bias: Tensor | None, routed: Routed, 
     choices, flat = routed.choices(x), routed.experts.flatten()
     matrices = w.view(COUNT, -1, w.shape[1])
     found = torch.empty(routed.pairs, matrices.shape[1])
-    columns = torch.arange(w.shape[1]).view(-1, 32)
     words = in_order(torch.arange(w.shape[1], dtype=torch.int16).view(1, -1)).long().view(-1, 16)  # sets
-    del columns
     chunks = words.view(-1, 4, 16)
     for pair in range(routed.pairs):
         row, matrix = x[pair // choices].double(), matrices[flat[pair]].double()

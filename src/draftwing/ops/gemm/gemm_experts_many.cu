@@ -6,8 +6,7 @@
 // comes with its columns as these instructions want them: of 32, in words of two, word 4 q + t is what was 4 t + q. Threads
 // that do nothing else gather its rows.
 //
-// Two warp groups have 64 rows of weights each and all pairs of a tile. Where blocks are in pairs, both have the same
-// weights, of which each copies a half to both, and half of the pairs of a tile. Blocks stay.
+// Two warp groups have 64 rows of weights each and all pairs of a tile. Blocks stay.
 
 #define MANY_ROWS 128  // of weights, that a block has of a tile
 #define GATHER 128     // threads that copy
@@ -288,7 +287,8 @@ __device__ __forceinline__ bool multiply_tile(const ManyPairs& task, const ManyW
 
 // TOKENS: pairs of a tile at most. PAIRS: as many as instructions have: the first of these that suffice,
 // multiples of 16, up to TOKENS.
-// OWN_REGISTERS, LEFT_REGISTERS: of threads that multiply, and that copy. K has as many chunks as there are stages, or more.
+// OWN_REGISTERS, LEFT_REGISTERS: of threads that multiply, and that copy. K has half as many chunks as there are stages, or
+// more.
 template <int TOKENS, int KIND, int OWN_REGISTERS, int LEFT_REGISTERS, int... PAIRS>
 __device__ __forceinline__ void many_pairs_gemm(const ManyPairs& task) {
     constexpr int STAGE = (MANY_ROWS + TOKENS) * 128, CONSUMERS = 256;
