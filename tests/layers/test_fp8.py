@@ -152,6 +152,7 @@ def test_a_layer_that_adds_to_what_it_reads(added: bool) -> None:
             part.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 256, dtype=BF16), False)
     pack_layers(layer, FORM.ops, PackMode())
     assert all(isinstance(linear.op, Fp8Linear) for linear in layer.linears())
+    assert (layer.weights() is None) == added  # nor does a device do it in one call
     x, turn = inputs(5), (torch.ones(5, 1, 64), torch.zeros(5, 1, 64))
     attend = FunctionAttend(lambda layer, q, k, v: q.flatten(1) + v.repeat_interleave(2, 1).flatten(1))
     normed = layer.attn_norm(x)

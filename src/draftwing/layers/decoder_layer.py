@@ -160,14 +160,15 @@ class DecoderLayer(nn.Module):
     def weights(self) -> LayerWeights | None:
         """Returns what `LayerOps.whole_layers` is told; None of a layer that no device does in one call: with experts
         or no gate, GELU, limits, wide norms, LayerNorm or four norms, capped scores, clipped queries, short values,
-        chunks, a factor of what it adds, something behind its MLP, products that ranks join, or a mixer that is no
-        attention with keys and values of its own, no gate and no norms but those of heads of queries and keys."""
+        chunks, a factor of what it adds, sums with what is read, something behind its MLP, products that ranks join,
+        or a mixer that is no attention with keys and values of its own, no gate and no norms but those of heads of
+        queries and keys."""
         attention, mlp = self.mixer, self.mlp
         if not isinstance(mlp, GatedMLP) or mlp.gelu or mlp.gates is not None or self._wide_norms or self._centred:
             return None
         if self.mlp_norm is None or self.mlp_out_norm is not None:
             return None
-        if self.end is not None or self._scale != 1 or getattr(attention, "v_norm", False):
+        if self.end is not None or self._scale != 1 or self._normed_residual or getattr(attention, "v_norm", False):
             return None
         if not isinstance(attention, Attention) or attention.reads_others or attention.gated or attention.whole_norms:
             return None
