@@ -144,7 +144,7 @@ def test_other_models_and_formats_read_nothing(model: Path, tmp_path: Path) -> N
     assert once(other, tmp_path / "kept", prompt) == once(other, None, prompt)
     others: list[dict[str, Any]] = [{"kv_cache_dtype": "bfloat16"}, {"context_length": 512}]
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # else it is computed in float32, as the one before
-        others.append({"dtype": "bfloat16"})
+        others.append({"dtype": "bfloat16", "kv_cache_dtype": "auto"})
     for more in others:
         assert once(model, tmp_path / "kept", prompt, **more) == once(model, None, prompt, **more)
     moved = shutil.copytree(model, tmp_path / "moved")
