@@ -23,7 +23,7 @@ _SHARE = 8  # a model's matrices are held by a GPU if all take no more than this
 _LEFT = 4 << 30  # bytes of the host that are left for all else
 
 
-def belongs_on_host(size: int, memory: int, free: int | None, most: int, ranks: int, alike: int = 1) -> bool:
+def belongs_on_host(size: int, memory: int, free: int | None, most: int, ranks: int, alike: int) -> bool:
     """size: bytes of a matrix; memory: of the GPU; free: bytes of the host's that may still be taken, None: unknown;
     most: that it has at all, for as many copies as there are ranks; alike: such matrices of the model. -> whether the
     host is to hold it"""

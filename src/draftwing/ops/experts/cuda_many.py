@@ -24,7 +24,7 @@ _ROWS = 128  # of weights, that a block has of a tile
 _SHARED = 227 << 10  # bytes of a block
 _STAGED = 64 * 128 * 2  # bytes of results of two warp groups
 _MOST_STAGES, _LEAST = 8, 4  # of the ring; chunks of K, for copies are ahead by no more than two tiles
-_WORKS = 4
+_WORKS = 4  # tiles whose expert, pairs and rows a block has in shared memory: those that copies may be ahead, and more
 _STEP = 8  # features, by which results differ
 _INSTRUCTIONS = {torch.bfloat16: "k16.f32.bf16.bf16", torch.float16: "k16.f32.f16.f16"}
 
