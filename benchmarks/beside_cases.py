@@ -238,6 +238,10 @@ FA3 = ("--attention-backend", "fa3")
 # Without NVLink multicast; texts of Qwen3.5 have no fused sums at all unless they are asked for.
 ALLREDUCE = ("--flashinfer-allreduce-fusion-backend", "trtllm")
 TRITON_EXPERTS = ("--moe-runner-backend", "triton")
+# Graphs of its prompts take three minutes to capture.
+NO_PROMPT_GRAPHS = ("--disable-prefill-cuda-graph",)
+# Else it finds no context of a hybrid in its cache.
+STATES_KEPT = ("--mamba-radix-cache-strategy", "extra_buffer")
 UNQUANTISED = ("--speculative-draft-model-quantization", "unquant")
 OF_ADAPTERS = Waves(lengths=((100, 256),), known=(False,), adapters=(0, 1, 32))
 DRAWN = (Wave(1, 0), Wave(16, 0), Wave(64, 0), Wave(64, 1.0))  # so that a mixture's tokens stay different
@@ -271,8 +275,10 @@ CASES = [
     Case("lfm2-8b", "lfm2-8b", OF_FAMILIES),
     Case("lfm2-8b-eagle3", "lfm2-8b", OF_FAMILIES, EAGLE3_ALONE),
     Case("contexts-8b-eagle3", "llama-8b", Contexts(), EAGLE3, alone=True, peer=FA3, **OF_CONTEXTS),
-    Case("contexts-27b-nextn", "qwen3.5-27b-fp8", Contexts(), NEXTN, alone=True, peer=FA3, **OF_CONTEXTS),
-    Case("27b-dflash2", "qwen3.5-27b-fp8", Waves(), DFLASH2, alone=True, peer=(*FA3, *UNQUANTISED)),
+    Case(
+        "contexts-27b-nextn", "qwen3.5-27b-fp8", Contexts(), NEXTN, alone=True, peer=(*FA3, *STATES_KEPT), **OF_CONTEXTS
+    ),
+    Case("27b-dflash2", "qwen3.5-27b-fp8", Waves(), DFLASH2, alone=True, peer=(*FA3, *UNQUANTISED, *NO_PROMPT_GRAPHS)),
     Case("70b-fp8", "llama-70b-fp8", LONG, cards=4, peer=FA3),
     Case("70b-fp8-eagle3", "llama-70b-fp8", LONG, EAGLE3, cards=4, peer=(*FA3, *UNQUANTISED)),
     Case("70b-eagle3", "llama-70b", LONG, EAGLE3, cards=4, alone=True, peer=FA3),
