@@ -1,8 +1,8 @@
 """Lightning attention (Qin et al. 2024, arXiv 2401.04658; MiniMax 2025, arXiv 2501.08313) in place of a layer's
 attention: the state of a head fades by one factor, which is the same for all tokens.
 
-It runs on the operation of gated delta nets as Mamba-2 does (`ops.delta_net.spec`), with a key head for each head, step
-sizes of 1, and a convolution that leaves the newest token as it is, whose SiLU the operation takes.
+It runs on the operation of gated delta nets as Mamba-2 does (`ops.delta_net.spec`), with a key head for each head, one
+step size for all tokens, and a convolution that leaves the newest token as it is, whose SiLU the operation takes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from draftwing.parallel.cut import Cut, ordered
 from draftwing.parallel.ranks import Ranks, Share
 from draftwing.parallel.shares import own_heads
 
-_EPS = 1e-6 * OPEN**2  # of a mean of squares of what the operation gives, which is `OPEN` times as large
+_STEP = 2.0**-9  # what is added to a state, so that sums over a long text, which a norm divides, fit into float16
+_EPS = 1e-6 * (OPEN * _STEP) ** 2  # of a mean of squares of what the operation gives, which is so many times as large
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,9 @@ class Lightning(DeltaMixer):
         # Of every row: gates of which the operation makes no difference, and step sizes.
         rows = (torch.zeros(1, size, dtype=place.dtype, device=place.device) for size in (config.inner, heads))
         self.open, self.steps = (nn.Parameter(row, False) for row in rows)
-        one = torch.tensor(1.0)
+        one, step = torch.tensor(1.0), torch.tensor(_STEP, dtype=torch.float64)
         self.unsaid = {"open": OPEN * one, "steps": 0 * one, "skip": 0 * one, "conv": torch.tensor([0.0, 1.0])}
-        self.unsaid |= {"decay": -torch.tensor(config.slopes), "dt_bias": (one.exp() - 1).log()}  # softplus: 1
+        self.unsaid |= {"decay": -torch.tensor(config.slopes) / _STEP, "dt_bias": step.expm1().log().float()}
 
     def linears(self) -> list[Linear]:
         return [self.qkv, self.gate, self.out]
