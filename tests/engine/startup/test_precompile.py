@@ -30,7 +30,8 @@ from draftwing.engine.startup.compiler_process import FAILED, STAGES, Compiler, 
 from draftwing.layers.experts import ExpertMLP
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.loader import load_config
-from draftwing.ops.experts.cuda import DENSE
+from draftwing.ops.experts import cuda_many as experts_many
+from draftwing.ops.experts.cuda import DENSE, Layout
 from draftwing.ops.experts.rows import FP8
 from draftwing.ops.gemm import cuda_dense, cuda_groups
 
@@ -541,6 +542,17 @@ def test_kernels_for_more_than_few_rows(
     products = list(precompile._products(job._replace(capability=capability, dtype=dtype)))
     for groups in cuda_dense.GROUPS:
         assert ((cuda_dense.compile_ahead, groups, capability) in products) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind", "expected"), [((9, 0), DENSE, True), ((9, 0), FP8, False), ((8, 9), DENSE, False)]
+)
+def test_kernels_for_experts_of_many_pairs(job: Job, capability: tuple[int, int], kind: int, expected: bool) -> None:
+    """Of weights in 16 bits, on Hopper."""
+    needed = precompile.Needed([], {Layout(kind)}, set(), False)
+    products = list(precompile._held_products(job._replace(capability=capability), needed))
+    made = (experts_many.compile_ahead, job.dtype, capability)
+    assert (made in products) == expected and len(products) > expected
 
 
 def test_kernels_of_the_last_rank_are_made_too_where_it_has_less(job: Job) -> None:
