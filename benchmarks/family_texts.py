@@ -279,6 +279,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "llama-3.2-vision": grown("llama-3.2-11b-vision-instruct", architectures=["MllamaForCausalLM"]),
     "dots": grown("dots.llm1.inst", moe_intermediate_size=256),
+    "minimax-m1": grown("minimax-m1-80k", intermediate_size=256, rotary_dim=32, shared_intermediate_size=0),
 }  # fmt: skip
 CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}
 TREE = {"speculative_num_steps": 4, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}

@@ -239,10 +239,10 @@ def check(model: Model, kind: str) -> None:
     layer = layer_of(model, kind)
     matrices = [dequantised(w, HALF) if not isinstance(w, Tensor) else w for w in layer]
     gemms = [ExpertGemm(w, model.count) for w in layer]
-    wrong = []
+    wrong, most = [], min(gemm.most_pairs(HALF) for gemm in gemms)
     for tokens, exact in ((1, False), (9, False), (40, False), (200, True), (200, False)):
         x, logits = torch.randn(tokens, model.hidden, dtype=HALF, device=CUDA), scores(model, tokens)
-        routed = experts.route(logits, Routing(model.top_k), exact=exact)
+        routed = experts.route(logits, Routing(model.top_k), exact=exact, most_pairs=most)
         inner = gemms[0].gated(x, None, routed, model.limit)
         outs = gemms[1].linear(inner, None, routed)
         for name, found, expected in (
@@ -281,24 +281,30 @@ class Timed(NamedTuple):
 
 
 class Bench:
-    """Layers of different weights, and rows that choose of them at random."""
+    """Layers of different weights, and rows that choose of them at random.
 
-    def __init__(self, model: Model, layers: list[Layer], tokens: int, exact: bool = False) -> None:
-        self.model, self._exact = model, exact
+    most_pairs: of a tile, None: as the engine has them."""
+
+    def __init__(
+        self, model: Model, layers: list[Layer], tokens: int, exact: bool = False, most_pairs: int | None = None
+    ) -> None:
+        self.model = model
         self._x, self._residual = (torch.randn(tokens, model.hidden, dtype=HALF, device=CUDA) for _ in range(2))
         self._logits = [scores(model, tokens) for _ in layers]
-        self._routes = [experts.route(each, Routing(model.top_k), exact=exact) for each in self._logits]
         self._inner = torch.randn(tokens * model.top_k, model.ffn, dtype=HALF, device=CUDA)
         self._outs = torch.randn(tokens * model.top_k, model.hidden, dtype=HALF, device=CUDA)
         self._gate_ups = [ExpertGemm(layer.gate_up, model.count) for layer in layers]
         self._downs = [ExpertGemm(layer.down, model.count) for layer in layers]
+        own = min(gemm.most_pairs(HALF) for gemm in (self._gate_ups[0], self._downs[0]))
+        self._how: dict[str, Any] = {"exact": exact, "most_pairs": own if most_pairs is None else most_pairs}
+        self._routes = [experts.route(each, Routing(model.top_k), **self._how) for each in self._logits]
         self.distinct = sum(r.experts.unique().numel() for r in self._routes) / len(layers)
         share = self.distinct / model.count
         self.floors = [share * nbytes(part) / read_rate() for part in layers[0]]
 
     def route(self) -> None:
         for each in self._logits:
-            experts.route(each, Routing(self.model.top_k), exact=self._exact)
+            experts.route(each, Routing(self.model.top_k), **self._how)
 
     def gate_up(self) -> None:
         for gemm, routed in zip(self._gate_ups, self._routes, strict=True):
@@ -314,7 +320,7 @@ class Bench:
 
     def whole(self) -> None:
         for each, gate_up, down in zip(self._logits, self._gate_ups, self._downs, strict=True):
-            routed = experts.route(each, Routing(self.model.top_k), exact=self._exact)
+            routed = experts.route(each, Routing(self.model.top_k), **self._how)
             inner = gate_up.gated(self._x, None, routed, self.model.limit)
             experts.mix(down.linear(inner, None, routed), routed, self._residual)
 
@@ -342,7 +348,7 @@ def table(name: str, model: Model, kind: str, beside_triton: bool) -> None:
     heads = [("tokens", 7), ("distinct", 9), ("route", 8), ("gate_up", 9), ("down", 8), ("mix", 7), ("layer", 8),
              ("floor", 8), ("share", 7)]  # fmt: skip
     print("".join(f"{head:>{width}}" for head, width in heads))
-    for tokens, exact in (*((tokens, False) for tokens in TOKENS), (512, True)):
+    for tokens, exact in (*((tokens, False) for tokens in TOKENS), (512, True), (2048, True)):
         bench = Bench(model, layers, tokens, exact)
         now, bound = bench.all(), sum(bench.floors)
         label, beside = f"{tokens}{' exact' if exact else ''}", ""
@@ -358,8 +364,8 @@ def table(name: str, model: Model, kind: str, beside_triton: bool) -> None:
 
 
 def sweep(name: str, model: Model, kind: str, until: float) -> None:
-    """The best of all cuts and streams of few pairs and of all programs of many for each GEMM, beside the engine's
-    own."""
+    """The best of all cuts and streams of few pairs and of all of Triton's programs of many for each GEMM, beside the
+    engine's own, of many pairs Triton's."""
     layers = [layer_of(model, kind) for _ in range(LAYERS)]
     own_shapes, own_kernels = triton_gemm.SHAPES[KINDS[kind], LARGE_TILE], gemm_experts.few_pairs
     made: dict[tuple[Layout, Tried], FewPairs] = {}
@@ -370,7 +376,7 @@ def sweep(name: str, model: Model, kind: str, until: float) -> None:
         return made[layout, tried]
 
     for tokens in FEW if "few" in sys.argv else (*FEW, MANY):
-        bench, found = Bench(model, layers, tokens), list[tuple[float, float, Any]]()
+        bench, found = Bench(model, layers, tokens, most_pairs=LARGE_TILE), list[tuple[float, float, Any]]()
         now = bench.timed(bench.gate_up), bench.timed(bench.down)
         with TritonsOwn():
             triton = bench.timed(bench.gate_up), bench.timed(bench.down)
