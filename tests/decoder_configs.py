@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import LayerConfig, NormConfig
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.part_configs import NormConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import ModelConfig, layers_like
 

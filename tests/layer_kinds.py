@@ -13,16 +13,7 @@ from torch import Tensor, nn
 from draftwing.kv.pool import DeltaSpec, StateSpec
 from draftwing.layers.attention import Attention, AttentionConfig
 from draftwing.layers.block_indexer import BlockIndexConfig
-from draftwing.layers.config import (
-    LayerConfig,
-    Mixer,
-    MixerConfig,
-    NgramConfig,
-    Placement,
-    StoredMatrix,
-    StoredVector,
-    StreamsConfig,
-)
+from draftwing.layers.config import LayerConfig, Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.hybrid import HybridConfig
 from draftwing.layers.indexer import IndexConfig
@@ -31,6 +22,7 @@ from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.mamba import Mamba2Config
 from draftwing.layers.mamba1 import Mamba1Config
+from draftwing.layers.part_configs import NgramConfig, StreamsConfig
 from draftwing.layers.rope import RopeConfig, rope_table
 from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.models.config import ModelConfig

@@ -22,11 +22,12 @@ from timing import read_rate, replay_us
 from torch import Tensor
 
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.experts import ExpertMLP
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.layers.norm import RMSNorm
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.decoder import pack_layers
 from draftwing.ops.experts import cuda as gemm_experts
 from draftwing.ops.experts.cuda import Cut, Cuts, FewPairs, Layout, Stream

@@ -21,8 +21,8 @@ from draftwing.engine.adapters import EngineAdapters
 from draftwing.engine.captures import Captures
 from draftwing.engine.executor import Executor
 from draftwing.engine.graphs import RecordedStages
-from draftwing.layers.config import ExpertConfig
 from draftwing.layers.latent import LatentAttentionConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.ops.experts.routing import Routing
 from draftwing.sched.state_slots import StateSizes
 

@@ -7,7 +7,7 @@ from engine_rig import RANKS
 from exactness import CHAIN, OWN_CUDA, Exactness, case_of
 
 from draftwing.engine.devices import pick_device
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.ops.experts.routing import Routing
 

@@ -11,7 +11,7 @@ from engine_rig import BLOCKS, CUDA, EXPERT_RANKS, RANKS
 from draftwing.config.trees import TreeShape
 from draftwing.engine.devices import pick_device
 from draftwing.engine.startup.measure_costs import experts_at_random, measure_steps
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.ops.experts.routing import Routing
 from draftwing.sched.policy.cost import StepCost
 

@@ -23,7 +23,7 @@ from draftwing.core import Admission, Chunk, DraftChunk, DraftDeferral, DraftExt
 from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Download
 from draftwing.engine.request_features import RequestFeatures
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.heads.base import DraftLM
 from draftwing.models.loader import load_model
 from draftwing.ops.experts.routing import Routing

@@ -19,7 +19,8 @@ from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.core import NO_DEFERRAL, DraftDeferral
 from draftwing.engine import prefill_graphs
 from draftwing.engine.devices.cpu import CpuDevice
-from draftwing.layers.config import ExpertConfig, NoMixer
+from draftwing.layers.config import NoMixer
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.adapters.adapter import AdapterSlots
 from draftwing.models.decoder import WIDE
 from draftwing.models.heads.base import DraftLM

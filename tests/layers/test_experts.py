@@ -12,13 +12,14 @@ from group_ops import GroupTorchOps
 from torch import Tensor
 
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import Activation, ExpertConfig, LayerConfig
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.experts import ExpertLinear, ExpertMLP, Router, shared_parts
 from draftwing.layers.linear_ops.base import PackMode, WeightFormat
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.linear_ops.groups import GroupFormat
 from draftwing.layers.mlp import GatedMLP
+from draftwing.layers.part_configs import Activation, ExpertConfig
 from draftwing.models.decoder import pack_layers
 from draftwing.ops.experts.routing import Routing
 from draftwing.ops.gemm.groups import PackedGroups, unpacked

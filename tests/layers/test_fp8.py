@@ -15,13 +15,14 @@ from thread_ranks import meet
 from torch import Tensor
 
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import LayerConfig, NormConfig
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.linear import Linear, row_parallel
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.linear_ops.groups import Fp8Linear, GroupFormat, PackedLinear, log_groups
 from draftwing.layers.norm import RMSNorm
+from draftwing.layers.part_configs import NormConfig
 from draftwing.models.decoder import DecoderModel, pack_layers
 from draftwing.ops.fp8.spec import FP8_FROM, packed_rows, quantised
 from draftwing.ops.gemm.stored import QuantizedRows

@@ -53,10 +53,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVSpec
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import ExpertConfig, LayerConfig, NormConfig
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.delta_net import DeltaNetConfig
 from draftwing.layers.indexer import IndexConfig
 from draftwing.layers.latent import LatentAttentionConfig
+from draftwing.layers.part_configs import ExpertConfig, NormConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.models.config import ModelConfig, from_hf

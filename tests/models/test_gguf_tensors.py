@@ -22,10 +22,10 @@ from tiny_gguf import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, causal, wei
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile, open_gguf
-from draftwing.layers.config import ExpertConfig
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.linear_ops.dense import DENSE
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.gguf_config import model_config
 from draftwing.models.gguf_tensors import hf_name, is_copy

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwing.kv.pool import KVPool
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel, Narrowed
 from draftwing.models.dummy import fill_random

@@ -8,7 +8,7 @@ from decoder_configs import changed, decoder_config
 from plain_attention import FunctionAttend
 from torch import Tensor, nn
 
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.eagle import Eagle3Config, Eagle3Head, EagleHead

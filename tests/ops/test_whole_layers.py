@@ -16,13 +16,13 @@ from torch import Tensor
 from draftwing.core import Chunk
 from draftwing.kv.pool import KVPool, KVSpec
 from draftwing.layers.block_indexer import BlockIndexConfig
-from draftwing.layers.config import NormConfig
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import PackMode, ParamSlice
 from draftwing.layers.linear_ops.blocks import BlockFormat
 from draftwing.layers.mlp import UngatedMLP
 from draftwing.layers.norm import RMSNorm
+from draftwing.layers.part_configs import NormConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.decoder import DecoderModel
 from draftwing.ops import make_ops

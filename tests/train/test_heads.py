@@ -13,7 +13,7 @@ from reference.checkpoints import llama_target
 
 from draftwing.engine.devices import pick_device
 from draftwing.errors import ConfigError
-from draftwing.layers.config import NormConfig
+from draftwing.layers.part_configs import NormConfig
 from draftwing.models.heads.config import BlockConfig
 from draftwing.models.loader import load_model
 from draftwing.train.capture import Causal, FeatureModel

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftwing.layers.config import AltUpConfig, LayerConfig, NormConfig, StoredMatrix, StoredVector
+from draftwing.layers.config import LayerConfig, StoredMatrix, StoredVector
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.embedding import LayerEnd
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.norm import ByOps, norm_of, row_sizes
+from draftwing.layers.part_configs import AltUpConfig, NormConfig
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.whole_layers.contract import LayerWeights

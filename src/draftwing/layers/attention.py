@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import KVSpec
 from draftwing.layers.block_indexer import BlockIndexConfig, BlockIndexer
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.parallel import joined
 from draftwing.layers.norm import BareNorm, RMSNorm, row_squares
+from draftwing.layers.part_configs import check_sizes
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import AttentionKind, HeadNorms, HeadShape
 from draftwing.ops.fp8.spec import Fp8Rows

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import DeltaSpec
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes, check_taps
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.linear import Linear
+from draftwing.layers.part_configs import check_sizes, check_taps
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
 from draftwing.ops.fp8.spec import Fp8Rows

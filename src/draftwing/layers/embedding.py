@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftwing.layers.config import LayerConfig, NormConfig
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.mapped import MappedFormat
 from draftwing.layers.norm import RMSNorm
+from draftwing.layers.part_configs import NormConfig
 from draftwing.ops.table import PLAIN, LayerOps
 
 

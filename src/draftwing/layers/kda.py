@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from draftwing.kv.pool import DeltaSpec
-from draftwing.layers.config import MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes, check_taps
+from draftwing.layers.config import MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.delta_net import DeltaMixer
 from draftwing.layers.linear import Linear
+from draftwing.layers.part_configs import check_sizes, check_taps
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
 from draftwing.ops.table import LayerOps

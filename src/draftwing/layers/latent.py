@@ -11,13 +11,14 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.kv.pool import KVSpec
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.experts import ExpertLinear
 from draftwing.layers.indexer import IndexConfig, Indexer
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import LinearOp, PackMode, WeightFormat, sizes_of
 from draftwing.layers.linear_ops.dense import blocks_or_dense
 from draftwing.layers.norm import RMSNorm
+from draftwing.layers.part_configs import check_sizes
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import AttentionKind, HeadShape
 from draftwing.ops.experts.routing import Routed

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from draftwing.errors import CheckpointError, ConfigError
 from draftwing.kv.pool import DeltaSpec
-from draftwing.layers.config import MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes, check_taps
+from draftwing.layers.config import MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.delta_net import DeltaMixer, Runs
 from draftwing.layers.linear import Linear
 from draftwing.layers.norm import row_squares
+from draftwing.layers.part_configs import check_sizes, check_taps
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
 from draftwing.parallel.cut import Cut, ordered

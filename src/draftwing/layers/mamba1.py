@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwing.kv.pool import DeltaSpec, StateSpec
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_sizes, check_taps
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.linear import Linear
 from draftwing.layers.norm import norm_of
+from draftwing.layers.part_configs import check_sizes, check_taps
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
 from draftwing.ops.table import LayerOps

@@ -17,10 +17,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from draftwing.layers.config import LayerConfig, NgramConfig, StoredMatrix, StoredVector
+from draftwing.layers.config import LayerConfig, StoredMatrix, StoredVector
 from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.mapped import MappedFormat
+from draftwing.layers.part_configs import NgramConfig
 from draftwing.layers.stream_norm import StreamNorm
 from draftwing.ops.attention.attend import Attend
 from draftwing.parallel.cut import Cut

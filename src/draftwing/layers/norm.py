@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from draftwing.layers.config import NormConfig
+from draftwing.layers.part_configs import NormConfig
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.table import PLAIN, LayerOps
 from draftwing.parallel.ranks import NextNorm

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from draftwing.kv.pool import StateSpec
-from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector, check_taps
+from draftwing.layers.config import Mixer, MixerConfig, Placement, StoredMatrix, StoredVector
 from draftwing.layers.linear import Linear
+from draftwing.layers.part_configs import check_taps
 from draftwing.ops.attention.attend import Attend
 from draftwing.parallel.cut import Cut, ordered
 from draftwing.parallel.ranks import Ranks, Share

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from draftwing.layers.config import NormConfig
 from draftwing.layers.norm import ByOps
+from draftwing.layers.part_configs import NormConfig
 
 
 class StreamNorm(ByOps):

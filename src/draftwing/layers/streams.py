@@ -10,11 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from draftwing.layers.config import LayerConfig, NormConfig, StoredMatrix, StoredVector, StreamsConfig
+from draftwing.layers.config import LayerConfig, StoredMatrix, StoredVector
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.ngram import NgramLayer
+from draftwing.layers.part_configs import NormConfig, StreamsConfig
 from draftwing.layers.stream_norm import StreamNorm
 from draftwing.ops.attention.attend import Attend
 from draftwing.ops.fp8.spec import Fp8Rows

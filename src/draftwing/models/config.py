@@ -16,12 +16,13 @@ import torch
 
 from draftwing.errors import CheckpointError
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import NORM, Activation, ExpertConfig, LayerConfig, NormConfig, StreamsConfig, check_sizes
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.encoder import EncoderConfig
 from draftwing.layers.hybrid import HybridConfig
 from draftwing.layers.latent import LatentAttentionConfig
 from draftwing.layers.linear_ops.base import WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, FORMATS
+from draftwing.layers.part_configs import NORM, Activation, ExpertConfig, NormConfig, StreamsConfig, check_sizes
 from draftwing.layers.rope import NOPE, RopeConfig
 from draftwing.models.families import FAMILIES, language_model, sight
 from draftwing.models.families.unserved import nearest, unserved_part

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from draftwing.layers.adapters import AdaptedGroups, AdaptedWeight
 from draftwing.layers.altup import AltUpLast, AltUpLayer, AltUpStart, Laurel
 from draftwing.layers.attention import Attention
-from draftwing.layers.config import AltUpConfig, LayerConfig, Mixer
+from draftwing.layers.config import LayerConfig, Mixer
 from draftwing.layers.decoder_layer import DecoderLayer, whole_layers
 from draftwing.layers.embedding import Embedding, LayerEnd, PerLayerEmbedding
 from draftwing.layers.encoder import Encoder
@@ -28,6 +28,7 @@ from draftwing.layers.linear_ops.base import PackMode
 from draftwing.layers.linear_ops.groups import dequantise_beside_attention
 from draftwing.layers.linear_ops.mapped import Mapped
 from draftwing.layers.norm import ByOps, RMSNorm, norm_of
+from draftwing.layers.part_configs import AltUpConfig
 from draftwing.layers.rope import Rope
 from draftwing.layers.streams import StreamedLayer, Streams
 from draftwing.models.config import ModelConfig, pool_layers

@@ -14,8 +14,9 @@ from torch import Tensor
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import Activation, ExpertConfig, LayerConfig, MixerConfig
+from draftwing.layers.config import LayerConfig, MixerConfig
 from draftwing.layers.encoder import EncoderConfig
+from draftwing.layers.part_configs import Activation, ExpertConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.fields import WIDEST, Fields, Values, max_experts
 from draftwing.models.positions import WindowSwitch

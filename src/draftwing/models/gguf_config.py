@@ -9,7 +9,8 @@ import numpy as np
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import ExpertConfig, LayerConfig, NormConfig
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.part_configs import ExpertConfig, NormConfig
 from draftwing.layers.rope import NOPE, RopeConfig, yarn_attention_factor
 from draftwing.models.config import ModelConfig
 from draftwing.models.families import FAMILIES, in_gguf

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor, nn
 
 from draftwing.layers.altup import stored_altup, stored_around
-from draftwing.layers.config import AltUpConfig, ExpertConfig, LayerConfig, NgramConfig, StoredMatrix, StoredVector
+from draftwing.layers.config import LayerConfig, StoredMatrix, StoredVector
 from draftwing.layers.encoder import EncoderConfig
 from draftwing.layers.linear_ops.base import ParamSlice, WeightFormat
 from draftwing.layers.linear_ops.dense import DENSE, blocks_or_dense
 from draftwing.layers.mlp import XIELU
 from draftwing.layers.ngram import stored_ngram
+from draftwing.layers.part_configs import AltUpConfig, ExpertConfig, NgramConfig
 from draftwing.layers.streams import stored_streams
 from draftwing.models.config import ModelConfig
 from draftwing.models.family import own_name

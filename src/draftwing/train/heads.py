@@ -16,12 +16,13 @@ from torch import Tensor
 from draftwing.config.trees import carried_window
 from draftwing.errors import ConfigError
 from draftwing.layers.attention import Attention, AttentionConfig
-from draftwing.layers.config import LayerConfig, NormConfig
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.decoder_layer import DecoderLayer
 from draftwing.layers.embedding import Embedding
 from draftwing.layers.linear import Linear
 from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.layers.mlp import GatedMLP
+from draftwing.layers.part_configs import NormConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel

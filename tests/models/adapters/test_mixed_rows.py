@@ -12,8 +12,8 @@ from plain_attention import FunctionAttend
 from torch import Tensor
 
 from draftwing.engine.devices.cpu import CpuDevice
-from draftwing.layers.config import ExpertConfig
 from draftwing.layers.linear_ops.blocks import BlockFormat
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.adapters.adapter import AdapterSlots
 from draftwing.models.decoder import WIDE, DecoderModel
 from draftwing.models.loader import fill_parameters

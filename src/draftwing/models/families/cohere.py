@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.families.deepseek import IN_GGUF, dense_layers
 from draftwing.models.family import ExpertNames, Family, InGGUF, Whole, unscaled, without_window
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, max_experts

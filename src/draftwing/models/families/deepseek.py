@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from draftwing.gguf_file import GGUFFile
-from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.indexer import IndexConfig
 from draftwing.layers.latent import LatentAttentionConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.layers.rope import yarn_attention_factor
 from draftwing.models.family import (
     SIGMOID,

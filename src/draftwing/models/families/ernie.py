@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF
 from draftwing.models.fields import WIDEST, Fields, Values, max_experts
 from draftwing.ops.experts.routing import Routing

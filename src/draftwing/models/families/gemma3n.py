@@ -14,7 +14,8 @@ from torch import Tensor
 
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import AltUpConfig, LayerConfig
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.part_configs import AltUpConfig
 from draftwing.models.families.gemma4 import sources
 from draftwing.models.family import Family, InGGUF, Whole, each_of, first_of, numbers
 from draftwing.models.fields import WIDEST, Fields

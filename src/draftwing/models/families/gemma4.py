@@ -9,7 +9,8 @@ from typing import Any
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.families.gemma_images import tower
 from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, Whole, each_of, first_of, numbers
 from draftwing.models.fields import WIDEST, Fields, max_experts

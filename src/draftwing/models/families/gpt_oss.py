@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.family import (
     SOFTMAX,
     SOFTMAX_OF_CHOSEN,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.families.granite_hybrid import NAMES, apart
 from draftwing.models.family import ExpertMetadata, Family, InGGUF, Whole, each_of, query_scalar, softmax_experts
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields

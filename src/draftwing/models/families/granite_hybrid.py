@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from draftwing.gguf_file import GGUFFile
-from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.mamba import Mamba2Config
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.family import (
     ATTENTION,
     MOST_TAPS,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.families.deepseek import IN_GGUF, dense_layers, experts
 from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, renamed, softmax_experts
 from draftwing.models.fields import WIDEST, Fields, Values

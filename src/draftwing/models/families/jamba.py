@@ -7,8 +7,9 @@ from collections.abc import Collection
 from typing import Any, Literal
 
 from draftwing.gguf_file import GGUFFile
-from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.mamba1 import Mamba1Config
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.families.granite_hybrid import IN_GGUF, has_conv_bias
 from draftwing.models.family import (
     ATTENTION,

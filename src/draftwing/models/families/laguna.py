@@ -8,7 +8,8 @@ from typing import Any
 
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.families.deepseek import IN_GGUF, dense_layers, experts
 from draftwing.models.family import ExpertNames, Family, InGGUF, each_of, first_of, numbers, renamed

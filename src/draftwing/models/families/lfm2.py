@@ -6,7 +6,8 @@ from collections.abc import Collection
 from typing import Any
 
 from draftwing.gguf_file import GGUFFile
-from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.layers.short_conv import ShortConvConfig
 from draftwing.models.families.tiles_images import grid_tower
 from draftwing.models.family import (

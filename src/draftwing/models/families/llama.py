@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from draftwing.errors import CheckpointError
-from draftwing.layers.config import ExpertConfig, LayerConfig, NoMixer
+from draftwing.layers.config import LayerConfig, NoMixer
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.families.tiles_images import split_tower
 from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF, Whole, softmax_experts
 from draftwing.models.fields import LARGEST, MAX_LAYERS, Fields, Values

@@ -9,7 +9,8 @@ from typing import Any
 
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.layers.rope import NOPE, RopeConfig
 from draftwing.models.families.smollm3 import nope_layers
 from draftwing.models.family import ATTENTION, UNSAID, ExpertMetadata, ExpertNames, Family, InGGUF, Whole

@@ -9,8 +9,9 @@ from itertools import cycle, islice
 from typing import Any
 
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.lightning import LightningConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.family import (
     ATTENTION,
     RECURRENT,

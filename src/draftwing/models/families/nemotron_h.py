@@ -11,8 +11,9 @@ import numpy as np
 
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile
-from draftwing.layers.config import ExpertConfig, LayerConfig, NoMixer
+from draftwing.layers.config import LayerConfig, NoMixer
 from draftwing.layers.mamba import Mamba2Config
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.families import deepseek
 from draftwing.models.families.granite_hybrid import IN_GGUF, check_steps, has_conv_bias, mamba2_in_gguf
 from draftwing.models.family import (

@@ -7,8 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.delta_net import DeltaNetConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.family import (
     ATTENTION,
     MOST_TAPS,

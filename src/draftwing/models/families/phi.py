@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.family import ExpertMetadata, ExpertNames, Family, InGGUF
 from draftwing.models.fields import WIDEST, Fields, max_experts
 from draftwing.models.positions import rope_fields

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from draftwing.layers.config import ExpertConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.models.families.qwen_images import tower
 from draftwing.models.family import ExpertMetadata, Family, InGGUF, Whole, dense_by_kinds, softmax_experts
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, Values

@@ -15,8 +15,9 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import GGUFFile
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.block_indexer import INDEXER, BlockIndexConfig
-from draftwing.layers.config import LayerConfig, NgramConfig, StreamsConfig
+from draftwing.layers.config import LayerConfig
 from draftwing.layers.delta_net import DeltaNetConfig
+from draftwing.layers.part_configs import NgramConfig, StreamsConfig
 from draftwing.models.families.qwen import shared_experts
 from draftwing.models.families.qwen_hybrid import EXPERTS_IN_GGUF, NAMES_IN_GGUF, hybrid_layers, nets_in_gguf
 from draftwing.models.family import ATTENTION, MOST_TAPS, Family, InGGUF, Whole

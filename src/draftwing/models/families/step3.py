@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from draftwing.layers.attention import AttentionConfig
-from draftwing.layers.config import ExpertConfig, LayerConfig
+from draftwing.layers.config import LayerConfig
+from draftwing.layers.part_configs import ExpertConfig
 from draftwing.layers.rope import RopeConfig
 from draftwing.models.families.deepseek import experts
 from draftwing.models.family import ExpertNames, Family, Whole, dense_by_kinds, renamed
