@@ -18,7 +18,7 @@ from draftwing.text.sandbox import DONE, LIMIT, REFUSED, serve
 NICE = 10
 
 
-def answer(data: bytes) -> tuple[bytes, list[bytes]]:
+def answer(data: memoryview) -> tuple[bytes, list[bytes]]:
     """data: a pickled (processor, encoded picture) -> how the job ended, and what `reader.read` reads or the
     error."""
     processor, picture = pickle.loads(data)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 from draftwing.machine import import_environment
+from draftwing.pipes import receive
 
 PATIENCE = 60.0  # seconds of the clock for one job, on a machine that is busy with other things
 # How an answer begins; what was made, or the error, follows.
@@ -41,8 +42,8 @@ class _Process:
         self._conn.send_bytes(job)
         if not self._conn.poll(PATIENCE):
             raise TimeoutError
-        reply = self._conn.recv_bytes(most)
-        return reply[:1], memoryview(reply)[1:]
+        reply = receive(self._conn, most)
+        return bytes(reply[:1]), reply[1:]
 
     def close(self) -> int:
         """Ends it. Returns its exit status."""
@@ -97,7 +98,7 @@ def _in_words(status: int) -> str:
 
 
 def serve(
-    conn: Connection, answer: Callable[[bytes], tuple[bytes, Sequence[bytes]]], seconds: float, memory: int
+    conn: Connection, answer: Callable[[memoryview], tuple[bytes, Sequence[bytes]]], seconds: float, memory: int
 ) -> None:
     """Answers jobs until the other side is gone, each within so many seconds of a processor, and with so many bytes of
     address space. answer: returns how the job ended, and what was made, which is joined."""
@@ -108,7 +109,7 @@ def serve(
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(EOFError, OSError):
         while True:
-            job = conn.recv_bytes()
+            job = receive(conn)
             signal.setitimer(signal.ITIMER_PROF, seconds)
             kind, made = answer(job)
             signal.setitimer(signal.ITIMER_PROF, 0)

@@ -78,7 +78,7 @@ class Renderer:
         self._environment = _environment()
         self._compiled: dict[str, jinja2.Template] = {}
 
-    def answer(self, data: bytes) -> tuple[bytes, str]:
+    def answer(self, data: memoryview) -> tuple[bytes, str]:
         """Returns how the job ended, and the text or the error. data: a pickled `Job`."""
         try:
             job: Job = pickle.loads(data)
@@ -109,7 +109,7 @@ def main(conn: Connection) -> None:
     """Answers until the other side is gone."""
     renderer = Renderer()
 
-    def answer(job: bytes) -> tuple[bytes, list[bytes]]:
+    def answer(job: memoryview) -> tuple[bytes, list[bytes]]:
         kind, text = renderer.answer(job)
         return kind, [well_formed(text if kind == DONE else text[:_MAX_MESSAGE]).encode()]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import queue
 import signal
 import subprocess
@@ -158,7 +159,7 @@ class EngineLink:
     def _send(self) -> None:
         with contextlib.suppress(OSError):
             while (message := self._outbox.get()) is not None:
-                self._conn.send(message)
+                self._conn.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))  # which copies no pixels first
 
     def _receive(self, listener: Listener) -> None:
         from draftwing.core import Output  # late, as above

@@ -20,6 +20,7 @@ from draftwing.engine.process.ranks import PULSE, Loaded, Setup
 from draftwing.engine.process.spawn import Failed, joined
 from draftwing.engine.rank_broadcast import Digest, LoadedHeads, Receive, ReceivedGuidance, Send
 from draftwing.log import configure_logging
+from draftwing.pipes import receive
 
 if TYPE_CHECKING:
     from draftwing.engine.executor import Executor
@@ -95,7 +96,7 @@ def _run(plans: Connection, heads: Connection, setup: Setup) -> NoReturn:
     executor = build_rank(setup, lambda: plans.send(Loaded()))
     loading = (heads, executor.heads, executor.device)
     threading.Thread(target=_load_heads, args=loading, name="draftwing-heads", daemon=True).start()
-    follower = Follower(executor, lambda: pickle.loads(plans.recv_bytes()), plans.send)
+    follower = Follower(executor, lambda: pickle.loads(receive(plans)), plans.send)
     gc.collect()
     gc.freeze()
     gc.enable()

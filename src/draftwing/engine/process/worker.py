@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pickle
 import queue
 import sys
 import threading
@@ -30,6 +31,7 @@ from draftwing.errors import DraftwingError, GenerationError, NotFound, RequestE
 from draftwing.fair_deque import FairDeque
 from draftwing.log import configure_logging
 from draftwing.machine import keep_tidy
+from draftwing.pipes import receive
 from draftwing.requests.grammar_field import Grammar
 from draftwing.requests.request import GenerationRequest
 
@@ -210,7 +212,7 @@ class Worker:
         engine: Engine | None = None
         try:
             while True:
-                message = self._conn.recv()
+                message = pickle.loads(receive(self._conn))
                 if isinstance(message, Close):
                     if engine is None:
                         os._exit(0)
