@@ -47,6 +47,8 @@ def test_entries_are_repositories_at_commits() -> None:
         ({"model": "Qwen/Qwen3-8B"}, (None, None, None)),  # left to its files
         ({"model": "mimo-7b"}, ("NEXTN", None, None)),
         ({"model": "qwen3-0.6b"}, ("none", None, None)),
+        ({"model": "qwen3.8-27b"}, ("DFLASH2", "z-lab/Qwen3.8-27B-DFlash2", None)),
+        ({"model": "qwen3.8-27b", "speculative_algorithm": "NEXTN+SUFFIX"}, ("NEXTN+SUFFIX", None, None)),
     ],
 )
 def test_who_drafts_for_an_alias(given: dict[str, Any], expected: tuple[Any, ...]) -> None:

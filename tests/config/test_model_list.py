@@ -73,6 +73,7 @@ def test_a_folder(tmp_path: Path) -> None:
     for name in ("one.gguf", "big-00001-of-00002.gguf", "big-00002-of-00002.gguf", "mmproj-one.gguf", "notes.txt"):
         (tmp_path / name).touch()
     files = ("hf/config.json", "hf/mmproj.gguf", "repo/it.Q4.gguf", "repo/mmproj-it.gguf", "two/x.gguf", "two/y.gguf")
+    files += ("repo/mtp-it.gguf", "repo/it-DFlash2-Q8_0.gguf")
     for name in (*files, ".hidden/config.json", "empty/readme"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

@@ -181,6 +181,7 @@ def gguf_files() -> dict[str, bytes]:
     names = [
         "m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf", "m-BF16-00002-of-00002.gguf",
         "UD-Q5_K_XL/m-UD-Q5_K_XL-00001-of-00001.gguf", "mmproj-F16.gguf", "m-imatrix.gguf", "mtp-m-Q4_K_M.gguf",
+        "a-DFlash2-Q4_K_M.gguf",
     ]  # fmt: skip
     return {"README.md": b"", "config.json": b"{}"} | {name: name.encode() * 100 for name in names}
 

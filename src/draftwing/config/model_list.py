@@ -21,6 +21,8 @@ _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)", re.ASCII)
 _LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}$", re.ASCII)  # of a GGUF file in several, but the first
 _FIRST_PART = re.compile(r"-00001-of-\d{5}$", re.ASCII)
+# Files that are read with a model: what reads images, prediction layers, heads.
+_BESIDE_MODEL = re.compile(r"^(mmproj|mtp-)|[-_.]dflash2?[-_.]", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _is_model(file: Path) -> bool:
-    return not _LATER_PART.search(file.stem) and not file.name.lower().startswith("mmproj")
+    return not _LATER_PART.search(file.stem) and not _BESIDE_MODEL.search(file.name)
 
 
 def served(names: Sequence[str], arguments: Mapping[str, Any]) -> ServedModel:

@@ -129,7 +129,7 @@ def carried_shape(folder: Path, device: str, default: TreeShape = BLOCK, in_para
     """Returns the tree that a head's config.json asks for on "cpu" or "cuda": `"draftwing": {"shapes": {"cpu": [3, 1,
     4]}}`, in steps, topk and draft tokens; else the default one of drafters of blocks, cut, where its block has fewer
     tokens, and a chain without a correction by the tokens above. None where it says nothing, as most do.
-    in_parallel: whether its weights draft all tokens in one pass (`drafts_in_parallel`), so that depth costs little:
+    in_parallel: whether its weights draft all tokens in one pass (P-EAGLE), so that depth costs little:
     else a tree as deep as those of blocks.
 
     Raises ConfigError for shapes that no tree has, of any device.
@@ -143,7 +143,7 @@ def carried_shape(folder: Path, device: str, default: TreeShape = BLOCK, in_para
     unknown = next((name for name in found if name not in DEVICES), None)
     if unknown is not None:
         raise ConfigError(f"{where}: expected shapes for {' or '.join(DEVICES)}, found {show(unknown)}")
-    return found.get(device) or (BRANCHED_BLOCK if in_parallel else _of_block(config, default))
+    return found.get(device) or (BRANCHED_BLOCK if in_parallel else block_shape(config, default))
 
 
 def carried_window(folder: Path) -> int | None:
@@ -167,7 +167,8 @@ def _carried(file: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     return config, _object(own, f"{file}: draftwing")
 
 
-def _of_block(config: dict[str, Any], tree: TreeShape) -> TreeShape | None:
+def block_shape(config: dict[str, Any], tree: TreeShape) -> TreeShape | None:
+    """Returns what of a tree fits into the blocks of a config; None where that is all of it, or none are named."""
     inner = (config.get(name) for name in ("dflash_config", "dspark_config"))
     flat = {key: value for part in (*inner, config) if isinstance(part, dict) for key, value in part.items()}
     rows = flat.get("block_size")

@@ -13,7 +13,7 @@ import torch
 
 from draftwing.config.fields import flag
 from draftwing.config.options import Options
-from draftwing.config.trees import LOOKUP_ALONE, PLAIN, TreeShape, carried_shape
+from draftwing.config.trees import LOOKUP_ALONE, PLAIN, TreeShape
 from draftwing.engine.devices import pick_device
 from draftwing.engine.devices.base import Device
 from draftwing.engine.executor import Executor
@@ -55,8 +55,8 @@ from draftwing.errors import ConfigError
 from draftwing.kv.pool import check_int8
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.config import drafts_in_parallel
-from draftwing.models.heads.own_layers import with_own_layers
+from draftwing.models.heads.beside import with_found_drafter
+from draftwing.models.heads.trees import tree_of
 from draftwing.models.loader import load_config, mapped_bytes
 from draftwing.models.weight_files import bytes_of
 from draftwing.parallel.group import join
@@ -219,12 +219,11 @@ def _for_engine(
 ) -> tuple[Options, Path | None]:
     """Returns options `for_engine` and the draft model's path, once the files of both models are checked."""
     check_target(options, path, config)
-    options = with_own_layers(options, path, config)
+    options = with_found_drafter(options, path, config)
     spec, draft_path = options.drafter_spec, draft_path_of(options)
     carried = None
     if spec.heads:
-        in_parallel = draft_path is not None and drafts_in_parallel(draft_path, options.dummy)
-        carried = carried_shape(draft_path or path, device.kind, spec.tree, in_parallel)
+        carried = tree_of(draft_path or path, device.kind, spec.tree, draft_path is not None, options.dummy)
     options = options.for_engine(device.defaults, config.architecture, carried)
     if config.encoder is not None:
         options = options.for_encoder(config.max_positions)

@@ -13,7 +13,7 @@ from draftwing.config.options import Options
 from draftwing.errors import CheckpointError
 from draftwing.gguf_file import open_gguf
 from draftwing.models.generation import sampling_defaults
-from draftwing.models.heads.own_layers import with_own_layers
+from draftwing.models.heads.beside import with_found_drafter
 from draftwing.models.hub import default_model_file, hub_id
 from draftwing.models.hub_files import HEAD, cached, files_in, models_in
 from draftwing.models.loader import load_config
@@ -108,7 +108,7 @@ def describe(name: str, path: Path) -> dict[str, Any]:
             facts["format"] = stored_type(config) or "unknown"
         facts["licence"] = licence
         served = load_config(path)
-        options = with_own_layers(Options.from_kwargs(model=name).resolve(), path, served)
+        options = with_found_drafter(Options.from_kwargs(model=name).resolve(), path, served)
     except CheckpointError as error:
         head = HEAD.search(str(facts.get("architecture", "")))
         return facts | {"unserved": "a draft head" if head else str(error)}

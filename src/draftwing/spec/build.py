@@ -12,17 +12,18 @@ from typing import Any, cast
 import torch
 
 from draftwing.config.drafters import SECOND, DrafterSpec
-from draftwing.config.trees import TreeShape, carried_shape, carried_window, max_nodes
+from draftwing.config.trees import TreeShape, carried_window, max_nodes
 from draftwing.errors import ConfigError
 from draftwing.layers.linear import Linear
 from draftwing.models.heads.assistant_loader import load_assistant
 from draftwing.models.heads.base import MOST_ROWS, DraftHead, DraftLM, FeatureHead, is_large, quantized_copy
 from draftwing.models.heads.block import BlockHead
-from draftwing.models.heads.config import AuxLayerIds, drafts_in_parallel
+from draftwing.models.heads.config import AuxLayerIds
 from draftwing.models.heads.eagle import Eagle3Head
 from draftwing.models.heads.loader import load_draft_head, load_mtp_head
 from draftwing.models.heads.mtp import MTPHead
 from draftwing.models.heads.swap import HeadSwap
+from draftwing.models.heads.trees import tree_of
 from draftwing.models.hub import resolve_model
 from draftwing.ops.table import TorchOps
 from draftwing.spec.assistant_drafter import AssistantDrafter
@@ -206,8 +207,7 @@ def _of_second(context: DraftContext, part: DrafterSpec) -> DraftContext:
     options = replace(options, speculative_algorithm=part.name, speculative_draft_model_path=own)
     shape = None
     if part.heads:
-        in_parallel = name is not None and drafts_in_parallel(path, options.dummy)
-        shape = carried_shape(path, context.device.type, context.shape, in_parallel)
+        shape = tree_of(path, context.device.type, context.shape, name is not None, options.dummy)
     return replace(context, options=options, draft_path=path, shape=shape or context.shape)
 
 

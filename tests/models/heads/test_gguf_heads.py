@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,14 @@ import torch
 from reference.block_heads import dflash2_head, dflash_head
 from reference.checkpoints import Checkpoint, llama_target
 
+from draftwing.config.options import Options
+from draftwing.config.trees import BRANCHED_BLOCK, TreeShape
 from draftwing.errors import CheckpointError
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads.beside import with_found_drafter
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.loader import load_draft_head
+from draftwing.models.heads.trees import tree_of
 from draftwing.models.loader import load_model
 
 TARGET = llama_target(4, num_hidden_layers=5, vocab_size=12)
@@ -135,3 +141,60 @@ def test_it_is_the_head_of_a_folder(make: Callable[[], Checkpoint], target: Deco
 def test_what_is_refused(edit: Any, arch: str, says: str, target: DecoderModel, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=says):
         load(write(tmp_path / "head.gguf", dflash2_head(TARGET), edit, arch), target)
+
+
+@pytest.mark.parametrize(
+    ("make", "rows", "tree"),
+    [
+        (dflash2_head, 6, TreeShape(5, 4, 16)),
+        (dflash_head, 6, TreeShape(5, 1, 6)),
+        (partial(dflash2_head, dflash_config={"block_size": 8}), 8, None),
+        (dflash_head, 16, TreeShape(7, 1, 8)),
+    ],
+)
+def test_its_tree_fits_into_its_blocks(
+    make: Callable[..., Checkpoint], rows: int, tree: TreeShape | None, tmp_path: Path
+) -> None:
+    """None: the drafter's own. A head without a selector is a chain."""
+    head = write(tmp_path / "head.gguf", make(TARGET, block_size=rows))
+    assert tree_of(head, "cpu", BRANCHED_BLOCK, True, False) == tree
+    assert tree_of(tmp_path / "nothing.gguf", "cpu", BRANCHED_BLOCK, True, False) is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "drafter", "file"),
+    [
+        ({"Little-3B-DFlash2-Q8_0": dflash2_head}, "DFLASH2", 0),
+        ({"little-3b-dflash": dflash_head}, "DFLASH", 0),
+        ({"Little-3B-DFlash": dflash_head, "Little-DFlash2": dflash2_head}, "DFLASH2", 1),
+        ({"Other-3B-DFlash2-Q8_0": dflash2_head, "Little-3B-Q8_0": dflash2_head}, "none", None),
+    ],
+    ids=["selector", "without", "of both", "names of others"],
+)
+def test_one_next_to_the_models_file_drafts(
+    heads: dict[str, Callable[[Checkpoint], Checkpoint]], drafter: str, file: int | None, target: DecoderModel,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    model = write(tmp_path / "Little-3B-Q4_K_M.gguf", dflash2_head(TARGET), arch="llama")  # its name alone counts
+    files = [write(tmp_path / f"{name}.gguf", make(TARGET)) for name, make in heads.items()]
+
+    def found(**given: Any) -> tuple[str, str | None]:
+        options = with_found_drafter(Options(model=str(model), **given).resolve(), model, target.config)
+        return options.drafter, options.speculative_draft_model_path
+
+    assert found() == (drafter, None if file is None else str(files[file]))
+    assert found(speculative_algorithm="none") == ("none", None)
+    assert found(speculative_algorithm="NGRAM") == ("NGRAM", None)
+
+
+def test_one_of_other_sizes_does_not_draft_and_the_log_says_why(
+    target: DecoderModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write(tmp_path / "m-Q8_0.gguf", dflash2_head(TARGET), arch="llama")
+    other = llama_target(4, num_hidden_layers=5, vocab_size=12, hidden_size=64)
+    write(tmp_path / "m-DFlash2.gguf", dflash2_head(other))
+    with caplog.at_level(logging.WARNING):
+        options = with_found_drafter(Options(model=str(model)).resolve(), model, target.config)
+    assert (
+        options.drafter == "none" and "m-DFlash2.gguf does not draft: " in caplog.text and "hidden_size" in caplog.text
+    )

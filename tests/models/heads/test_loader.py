@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftwing.config.trees import TreeShape, carried_shape
+from draftwing.config.trees import BLOCK, TreeShape
 from draftwing.errors import CheckpointError
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.heads.base import DraftHead
-from draftwing.models.heads.config import drafts_in_parallel, resolve_aux_layers
+from draftwing.models.heads.config import resolve_aux_layers
 from draftwing.models.heads.eagle import Eagle3Head, EagleHead
 from draftwing.models.heads.loader import load_draft_head
+from draftwing.models.heads.trees import tree_of
 from draftwing.train.checkpoint import save_head
 
 
@@ -328,7 +329,7 @@ def test_a_head_has_the_tree_of_one_pass_when_it_drafts_in_one(
     folder = drafts.write(tmp_path, weights, pickled, **keys)
 
     def tree(dummy: bool = False) -> TreeShape | None:
-        return carried_shape(folder, "cpu", in_parallel=drafts_in_parallel(folder, dummy))
+        return tree_of(folder, "cpu", BLOCK, True, dummy)
 
     assert (load(folder, target).eagle.mask is not None) == masks
     assert tree() == (TreeShape(7, 4, 16) if masks else None)

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 
-from draftwing.config.trees import MASK_IDS, from_anchor, names_mask
+from draftwing.config.trees import MASK_IDS, from_anchor
 from draftwing.errors import CheckpointError
 from draftwing.layers.attention import AttentionConfig
 from draftwing.layers.config import MixerConfig
@@ -19,11 +19,9 @@ from draftwing.models.config import ModelConfig, from_hf
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.families import PLAIN_FAMILY
 from draftwing.models.fields import Fields
-from draftwing.models.folder import folder_tensors
 from draftwing.models.heads.eagle import Eagle3Config
 from draftwing.models.heads.gguf_heads import gguf_config
 from draftwing.models.weight_files import read_json
-from draftwing.models.weight_map import canonical
 from draftwing.requests.refusals import show
 
 logger = logging.getLogger(__name__)
@@ -44,18 +42,6 @@ def read_config(path: Path) -> dict[str, Any]:
     if path.suffix == ".gguf":
         return gguf_config(path)
     return flatten_config(read_json(path / "config.json"))
-
-
-def drafts_in_parallel(path: Path, dummy: bool = False) -> bool:
-    """Returns whether an EAGLE-3 head drafts all tokens in one pass: whether its folder has a tensor `MASK`, else, of
-    dummy weights, whether its config names a mask. False of files that cannot be read: who loads the head says why."""
-    try:
-        if dummy:
-            return names_mask(read_config(path))
-        stored = folder_tensors(path, unread=lambda name: name != canonical(MASK)) if path.is_dir() else ()
-        return any(True for _ in stored)
-    except CheckpointError:
-        return False
 
 
 def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:

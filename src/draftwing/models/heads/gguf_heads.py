@@ -16,10 +16,11 @@ from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, refuse_unread_me
 from draftwing.requests.refusals import show
 
 ARCHITECTURE = "dflash"
+SELECTOR = "selector_predecessor.weight"  # which DFlash2 heads have
 _NAMES = {
     "fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight", "output_norm.weight": "norm.weight",
     "selector_hidden.weight": "candidate_selector.hidden_projection.weight",
-    "selector_predecessor.weight": "candidate_selector.predecessor_codebook",
+    SELECTOR: "candidate_selector.predecessor_codebook",
     "selector_successor.weight": "candidate_selector.successor_codebook",
 }  # fmt: skip
 _OF_LAYER = {
@@ -75,9 +76,18 @@ def gguf_config(path: Path) -> dict[str, Any]:
     return raw
 
 
-def gguf_weights(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+def gguf_block(path: Path) -> dict[str, Any]:
+    """Returns what a file says of blocks, as far as it can be read: who loads the head says what is wrong with it."""
+    try:
+        metadata = _open(path).metadata
+    except CheckpointError:
+        return {}
+    return {key: metadata.get(f"{ARCHITECTURE}.{key}") for key in ("block_size", "selector_top_k")}
+
+
+def gguf_weights(path: Path, dtype: torch.dtype, meta: bool = False) -> dict[str, Tensor]:
     """Returns the tensors by the names that a folder has them under, dequantised; those that would lose by `dtype` stay
-    in float32. Raises CheckpointError for a tensor that no such head has."""
+    in float32. meta: without their values. Raises CheckpointError for a tensor that no such head has."""
     file, found = _open(path), dict[str, Tensor]()
     for stored in file.tensors:
         if stored in _SHARED:
@@ -89,7 +99,8 @@ def gguf_weights(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
                 f"{path}: {stored} is no tensor of a head that drafts blocks, as llama.cpp names them"
             )
         name = own if match is None else f"layers.{match[1]}.{own}"
-        value = torch.from_numpy(file.dequantized(stored))
+        shape = file.tensors[stored].shape
+        value = torch.empty(shape, device="meta") if meta else torch.from_numpy(file.dequantized(stored))
         found[name] = value if file.kind(stored) == "F32" else value.to(dtype)
     return found
 
@@ -103,7 +114,7 @@ def _open(path: Path) -> GGUFFile:
 
 
 def _vocab(file: GGUFFile) -> int | None:
-    codebook, tokens = file.tensors.get("selector_predecessor.weight"), file.metadata.get("tokenizer.ggml.tokens")
+    codebook, tokens = file.tensors.get(SELECTOR), file.metadata.get("tokenizer.ggml.tokens")
     if codebook is not None:
         return codebook.shape[0]
     return len(tokens) if isinstance(tokens, list) else None

@@ -116,7 +116,7 @@ def load_draft_head(
     embedding), or the one that the ids look like.
     token_ids [n] int64: the target's tokens that may be drafted, all different; EAGLE-3 heads have their own.
     context_length: positions that will be used, where these are fewer than the target's.
-    dummy: random weights from the config alone.
+    device: of a `.gguf` file "meta" checks names and sizes alone.  dummy: random weights from the config alone.
     weight_format: of the head's matrices.  as_stored: as of `load_mtp_head`.  trains: it is trained further, on texts
     that may be longer than those that it knows.
 
@@ -133,7 +133,8 @@ def load_draft_head(
         flat = read_config(path)
         weights = draft_weights(flat, drafter.heads[0], target.config, dtype, path)
     else:
-        weights = _dequantised(_draft_weights(path, target.config, dtype), path, dtype, target.config)
+        held = _draft_weights(path, target.config, dtype, device)
+        weights = _dequantised(held, path, dtype, target.config)
     kind = head_kind(weights, path, target.config)
     if kind not in drafter.heads:
         expected = head_drafter(kind).name
@@ -162,6 +163,8 @@ def load_draft_head(
         _fill_from_own(head, weights, device, dummy)
     except CheckpointError as error:
         raise CheckpointError(f"draft model {path}: {error}") from None
+    if device == "meta" and not dummy:
+        return head
     stored = dtype  # blocks are said of by themselves
     if not weight_format.takes_blocks:
         stored = weights["fc.weight" if "fc.weight" in weights else "norm.weight"].dtype
@@ -309,11 +312,13 @@ def _target_ids(offsets: Tensor | None, kept: Tensor | None, vocab: int, target_
 # ---- names and checks ------------------------------------------------------------------------------------------------
 
 
-def _draft_weights(path: Path, target: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+def _draft_weights(
+    path: Path, target: ModelConfig, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, Tensor]:
     """Name without the `model.` prefix, but for multi-token prediction layers -> tensor, mapped from its file; of a
-    GGUF file in a dtype."""
+    GGUF file in a dtype, for the meta device without values."""
     if path.suffix == ".gguf":
-        return gguf_weights(path, dtype)
+        return gguf_weights(path, dtype, device == "meta")
     if not path.is_dir():
         raise CheckpointError(f"draft model: expected a folder or a .gguf file, found neither at {path}")
     weights: dict[str, Tensor] = {}
