@@ -91,6 +91,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         ),
         ("falcon-h1-7b-instruct", {"logits_scaling": 0.5}),
         ("smollm3-3b", {"layer_types": ["sliding_attention"] * 8, "sliding_window": 9}),
+        ("gemma-3-1b-it", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
     ],
 )
 def test_keys_that_libraries_read_otherwise_are_refused(name: str, more: dict[str, Any]) -> None:

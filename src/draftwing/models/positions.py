@@ -96,10 +96,13 @@ def ropes(
             made = replace(made, query_beta=beta, original_max_positions=given.whole(trained))
             made = replace(made, apart=query_scale == "apart")
         return made, None
+    own_base = local_theta > 0
     local_theta = fields.number("rope_local_base_freq", 1, 1e15, local_theta or theta)
     by_kind = any(given.get(kind) is not None for kind in (FULL, SLIDING))
     if not by_kind and fields.get("rope_parameters"):  # of which transformers reads nothing then
         raise fields.unlike("rope_parameters", f"{FULL} and {SLIDING}")
+    if own_base and not by_kind and given.get("rope_type") is None and given.get("type") is not None:
+        raise given.unlike("type", "rope_type in its place: libraries differ in whether they read it here")
     of_all = given.inner(FULL) if by_kind else given
     return rope(of_all, theta, max_positions), rope(given.inner(SLIDING), local_theta, max_positions)
 
