@@ -24,6 +24,7 @@ from draftwing.engine import image_features, prefill_graphs
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.graphs import RecordedStages
 from draftwing.engine.image_features import ImageFeatures
+from draftwing.engine.tower_graphs import TowerGraphs
 from draftwing.models.decoder import DecoderModel
 from draftwing.models.dummy import fill_random
 from draftwing.models.heads.mtp import MTPHead
@@ -204,6 +205,15 @@ def test_prompts_from_graphs(case: Any, mixed: bool, monkeypatch: pytest.MonkeyP
     assert (prefills.mixed_replays if mixed else prefills.replays) > 2
     mutual = any(image.mutual for _, images in prompts for image in images)
     assert (all(launched) if mutual else not launched) and len(launched) >= mutual
+    captures, towers = rig.executor.captures, rig.executor.towers
+    rig.sched.tower_schedule.unseen = lambda *asked: None  # so that pictures are read with prompts, not in pieces
+    for _ in range(2):
+        while captures.later:
+            captures.capture_next()
+        assert rig.sched.flush_cache()
+        rig.executor.flush()  # features, not graphs
+        assert answers(rig, prompts, case[3]).tokens == case[4].tokens
+    assert len(towers) and towers.replays, "two pictures have one size"
 
 
 @pytest.mark.slow
@@ -327,7 +337,8 @@ def test_a_piece_ends_by_products_or_by_the_clock(
 
     monkeypatch.setattr(image_features, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     tower: Any = SimpleNamespace(config=SimpleNamespace(depth=1, products=lambda *sides: 7), parts=read)
-    features = ImageFeatures(tower, False, 2, CpuDevice(), 1, False)
+    device = CpuDevice()
+    features = ImageFeatures(tower, False, 2, device, 1, False, TowerGraphs(None, device))
     features.run_piece(TowerPiece(image, 0, tokens, seconds))
     assert clock[0] == pytest.approx(0.1 * parts) and features.unseen([image], 0, 0, 6) is image
     for _ in range(7):
@@ -335,6 +346,28 @@ def test_a_piece_ends_by_products_or_by_the_clock(
         if features.runs:
             break
     assert clock[0] == pytest.approx(0.7) and features.unseen([image], 0, 0, 6) is None
+
+
+def test_a_small_picture_leaves_what_a_large_one_has_begun() -> None:
+    """Else those who send small ones would have the large one begin again and again."""
+    begun: list[int] = []
+
+    def read(pixels: Tensor, tokens: int) -> Iterator[int | Tensor]:
+        begun.append(len(pixels))
+        yield from [1] * len(pixels)
+        yield torch.zeros(1, 4)
+
+    tower: Any = SimpleNamespace(config=SimpleNamespace(depth=1, products=lambda *sides: sides[0]), parts=read)
+    tower.features = lambda *asked: [*read(*asked)][-1]
+    device = CpuDevice()
+    features = ImageFeatures(tower, False, 2, device, 1, False, TowerGraphs(None, device))
+    large, *small = (RequestImage(0, (1, 1), np.zeros((n, 8, 3), np.uint8), bytes([n])) for n in (9, 1, 2))
+    for image in small:
+        features.run_piece(TowerPiece(large, 0, 4, 9.0))
+        assert features._of(image, 0).shape == (1, 4)
+    assert begun == [9, 1, 2] and features.unseen([large, *small], 0, 0, 1) is large
+    features.run_piece(TowerPiece(large, 0, 4, 9.0))
+    assert begun == [9, 1, 2] and features.runs == 3, "it went on where it was, twice"
 
 
 @pytest.mark.further(folder=WITHOUT_STATES)

@@ -1,4 +1,5 @@
-"""Graphs of tree steps, and of these beside prompts: some are captured at the start, the others when there is time."""
+"""Graphs of tree steps, of these beside prompts, and of towers: some are captured at the start, the others when there
+is time."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from draftwing.engine.draft_kv_backlog import DraftKVBacklog
 from draftwing.engine.graphs import GraphCache, Key, RecordedStages, first_sizes, graph_keys
 from draftwing.engine.prefill_graphs import Mixed, PrefillGraphs
 from draftwing.engine.row_table import RowTable
+from draftwing.engine.tower_graphs import TowerGraphs
 from draftwing.engine.tree_steps import TreeSteps
 from draftwing.log import progress_bar
 from draftwing.parallel.ranks import Ranks
@@ -23,12 +25,12 @@ log = logging.getLogger("draftwing")
 
 class Captures:
     def __init__(
-        self, steps: TreeSteps, graphs: GraphCache, prefills: PrefillGraphs, backlog: DraftKVBacklog | None,
-        table: RowTable, device: Device, ranks: Ranks,
+        self, steps: TreeSteps, graphs: GraphCache, prefills: PrefillGraphs, towers: TowerGraphs,
+        backlog: DraftKVBacklog | None, table: RowTable, device: Device, ranks: Ranks,
     ) -> None:  # fmt: skip
-        """graphs, prefills: which are filled."""
-        self._steps, self._graphs, self._prefills, self._backlog = steps, graphs, prefills, backlog
-        self._table, self._device, self._ranks = table, device, ranks
+        """graphs, prefills, towers: which are filled."""
+        self._steps, self._graphs, self._prefills, self._towers = steps, graphs, prefills, towers
+        self._backlog, self._table, self._device, self._ranks = backlog, table, device, ranks
 
     @torch.inference_mode()
     def capture(self, menu: Sequence[TreeShape], some: bool = False) -> list[Key]:
@@ -58,20 +60,23 @@ class Captures:
 
     @property
     def later(self) -> int:
-        """Returns how many batch sizes of steps, and graphs of these beside prompts, are left to `capture_next`."""
-        return len(self._graphs.later) + len(self._prefills.later)
+        """Returns how many batch sizes of steps, graphs of these beside prompts, and sizes of pictures are left to
+        `capture_next`."""
+        return len(self._graphs.later) + len(self._prefills.later) + self._towers.later
 
     @property
     def wanted(self) -> bool:
         """Returns whether steps were slower for want of a graph so often that it is worth an interruption."""
-        return max(self._graphs.wanted, self._prefills.wanted) >= 1
+        return max(self._graphs.wanted, self._prefills.wanted, self._towers.wanted) >= 1
 
     @torch.inference_mode()
     def capture_next(self) -> None:
         """Captures what is wanted most of what `capture` has left, if there is anything."""
         steps, mixed = self._graphs.later, self._prefills.later
         try:
-            if mixed and (self._prefills.wanted > self._graphs.wanted or not steps):
+            if self._towers.later and self._towers.wanted > max(self._graphs.wanted, self._prefills.wanted):
+                self._towers.capture_next()
+            elif mixed and (self._prefills.wanted > self._graphs.wanted or not steps):
                 self._capture_mixed(max(mixed, key=lambda one: mixed[one]))
             elif steps:
                 key = max(steps, key=lambda key: steps[key])
@@ -83,6 +88,7 @@ class Captures:
             log.warning("%d CUDA graphs are not captured, for want of memory: steps are padded further", self.later + 1)
             steps.clear()
             mixed.clear()
+            self._towers.stop()
             self._graphs.drop_unfinished()
         if not self.later:
             log.debug("captured %d CUDA graphs in all", len(self))
@@ -90,12 +96,13 @@ class Captures:
 
     def __len__(self) -> int:
         """Returns how many graphs there are."""
-        return len(self._graphs) + len(self._prefills)
+        return len(self._graphs) + len(self._prefills) + len(self._towers)
 
     @property
     def replays(self) -> int:
         """Returns how often one of them, or on a CPU a recorded stage, was replayed."""
-        return self._graphs.replays + self._prefills.replays + self._prefills.mixed_replays
+        steps, prefills = self._graphs.replays, self._prefills
+        return steps + prefills.replays + prefills.mixed_replays + self._towers.replays
 
     @property
     def recorded_bytes(self) -> int:

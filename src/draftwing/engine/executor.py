@@ -30,6 +30,7 @@ from draftwing.engine.request_features import RequestFeatures
 from draftwing.engine.row_table import RowTable
 from draftwing.engine.step_state import Batches, DraftBatch, InFlight, Pending, TreeStep, fetch_drafts
 from draftwing.engine.target import TargetForward
+from draftwing.engine.tower_graphs import TowerGraphs
 from draftwing.engine.tree_steps import TreeSteps
 from draftwing.kv.host_share import HostShare
 from draftwing.models.adapters.adapter import Adapter, AdapterSlots
@@ -94,10 +95,14 @@ class Executor:
         self.target = TargetForward(model, self.aux_layers, table, attn, device, self.graphs, graph_size, chunk, mixed)
         self.prefills = self.target.prefills
         self._images: ImageFeatures | None = None
+        # A rank captures nothing while requests run: the others would have to do the same.
+        self.towers = TowerGraphs(model.tower if graph_size and model.ranks.size == 1 else None, device)
         if model.tower is not None:
             in_axes = any(rope.sections for rope in model.config.ropes)
             heads = drafter is not None and drafter.reads_images
-            self._images = ImageFeatures(model.tower, in_axes, table.rows + 1, device, model.config.products, heads)
+            self._images = ImageFeatures(
+                model.tower, in_axes, table.rows + 1, device, model.config.products, heads, self.towers
+            )
             table.shift = self._images.shift
         self._backlog: DraftKVBacklog | None = None
         if drafter is not None and drafter.kv_layers:
@@ -123,7 +128,9 @@ class Executor:
             drafter, self.target, table, device, self.graphs, self._batches, self._features, self._images,
             self.calibration, self.commit_stage.tree,
         )  # fmt: skip
-        self.captures = Captures(self.steps, self.graphs, self.prefills, self._backlog, table, device, model.ranks)
+        self.captures = Captures(
+            self.steps, self.graphs, self.prefills, self.towers, self._backlog, table, device, model.ranks
+        )
         self.run_stage: Callable[..., Any] = self.graphs.run  # whoever wants to time the stages wraps it
         self.on_result: Callable[[StepResult], None] | None = None  # is told each result, where ranks are compared
         self.broadcast: RankBroadcast = SINGLE_RANK  # has the other ranks do the same
@@ -296,6 +303,7 @@ class Executor:
         """Leaves the other ranks. Nothing can run afterwards."""
         self.graphs.clear()
         self.prefills.clear()
+        self.towers.clear()
         self.broadcast.close()
 
     @torch.inference_mode()

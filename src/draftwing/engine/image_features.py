@@ -18,6 +18,7 @@ from torch import Tensor
 
 from draftwing.core import Admission, Chunk, DraftChunk, IntArray, Plan
 from draftwing.engine.devices.base import Device
+from draftwing.engine.tower_graphs import TowerGraphs
 from draftwing.models.towers.base import Tower
 from draftwing.ops.attention.batch import Batch, ChunkSpan, ImageRows
 from draftwing.requests.images import RequestImage, axes_of
@@ -42,13 +43,15 @@ class ImageFeatures:
     embedding; None: nothing ever is.  runs: of the tower so far."""
 
     def __init__(
-        self, tower: Tower, in_axes: bool, rows: int, device: Device, products: int, heads: bool, budget: int = BUDGET
-    ) -> None:
+        self, tower: Tower, in_axes: bool, rows: int, device: Device, products: int, heads: bool,
+        graphs: TowerGraphs, budget: int = BUDGET,
+    ) -> None:  # fmt: skip
         """in_axes: whether the model's rotary embedding has three axes.  rows: of the row table, the dummy included.
         products: that a token takes of the language model.  heads: whether a draft head reads the token behind each of
-        a prompt's.  budget: bytes of features that are kept when no prompt in work needs them."""
+        a prompt's.  graphs: of the tower.  budget: bytes of features that are kept when no prompt in work needs
+        them."""
         self._tower, self._device, self._products, self._budget = tower, device, products, budget
-        self._heads = heads
+        self._heads, self._graphs = heads, graphs
         self._begun: tuple[tuple[int, bytes], Iterator[int | Tensor]] | None = None  # an image that is not read yet
         self.shift = torch.zeros(rows, dtype=torch.int64, device=device.device) if in_axes else None
         self.runs = self.held = 0
@@ -164,23 +167,33 @@ class ImageFeatures:
         """Returns all rows of an image."""
         found = self._known.get((salt, image.digest))
         if found is None:
-            *_, made = self._parts(image, salt)
-            assert isinstance(made, Tensor)
-            found = made
+            begun = self._has_begun(image, salt)
+            found = None if begun else self._graphs.run(image.pixels, image.tokens)
+            if found is None:
+                *_, made = self._parts(image, salt) if begun else self._new_parts(image)
+                assert isinstance(made, Tensor)
+                found = made
             self._keep(image, salt, found)
         self._known.move_to_end((salt, image.digest))
         return found
 
+    def _has_begun(self, image: RequestImage, salt: int) -> bool:
+        return self._begun is not None and self._begun[0] == (salt, image.digest)
+
+    def _new_parts(self, image: RequestImage) -> Iterator[int | Tensor]:
+        return self._tower.parts(self._device.upload_array(image.pixels), image.tokens)
+
     def _parts(self, image: RequestImage, salt: int) -> Iterator[int | Tensor]:
-        """Returns what is left of the tower's work on an image. One at a time is begun."""
-        if self._begun is None or self._begun[0] != (salt, image.digest):
-            pixels = self._device.upload_array(image.pixels)
-            self._begun = (salt, image.digest), self._tower.parts(pixels, image.tokens)
+        """Returns what is left of the tower's work on an image. One at a time is begun; others may be read as a whole
+        meanwhile."""
+        if self._begun is None or not self._has_begun(image, salt):
+            self._begun = (salt, image.digest), self._new_parts(image)
         return self._begun[1]
 
     def _keep(self, image: RequestImage, salt: int, rows: Tensor) -> None:
         self.runs += 1
-        self._begun = None
+        if self._has_begun(image, salt):
+            self._begun = None
         self._known[salt, image.digest] = rows
         self.held += rows.nbytes
         while self.held > self._budget and len(self._known) > 1:

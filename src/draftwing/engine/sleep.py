@@ -149,6 +149,7 @@ def put_away(executor: Executor) -> None:
     """Gives a rank's memory back."""
     executor.graphs.clear()
     executor.prefills.clear()
+    executor.towers.clear()
     executor.away = executor.device.put_away(tensors_of(executor), _emptied(executor))
 
 

@@ -100,7 +100,9 @@ class SplitConfig(TilesConfig):
             step = 1.0 / torch.tensor([count])
             at = (torch.arange(count, dtype=torch.float32) * step).clamp(max=1.0 - 1e-6)
             places.append(torch.bucketize(at, bounds, right=True).tolist())
-        return table[places[0]][:, places[1]]
+        down, across = places  # as views: a list of indices would be copied to a GPU, and waited for
+        table = torch.stack([table[i] for i in down])
+        return torch.stack([table[:, i] for i in across], 1)
 
 
 @dataclass(frozen=True)
