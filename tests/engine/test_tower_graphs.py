@@ -71,11 +71,11 @@ def test_rows_are_those_of_the_tower(tower: Tower) -> None:
 
 @torch.inference_mode()
 def test_as_many_sizes_as_there_is_room_for(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph that was used least recently makes room, and a size that comes again is counted anew."""
+    """Graphs that were used least recently make room, and a size that comes again is counted anew."""
     if not isinstance(tower.config, PatchMergerConfig):
         pytest.skip("all pictures have one size, or this one does for all")
-    monkeypatch.setattr(tower_graphs, "MOST_GRAPHS", 2)
     graphs, shown = TowerGraphs(tower, Recorder()), [pictures(tower, 1, times)[0] for times in (1, 2, 3)]
+    monkeypatch.setattr(tower_graphs, "ALL_PATCHES", 4 * tower.config.merge**2)  # one of 1 and of 3, or of 1 and of 2
 
     def run(which: int) -> bool:
         pixels, tokens = shown[which], which + 1

@@ -6,12 +6,13 @@ from contextlib import nullcontext
 from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from draftwing.engine.devices import cuda
-from draftwing.engine.devices.cuda import Staging, links_of
+from draftwing.engine.devices.cuda import CudaDevice, Staging, links_of
 
 
 class Event:
@@ -44,6 +45,24 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     monkeypatch.setattr(cuda.torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "recorded", [])
     return buffers
+
+
+@pytest.mark.parametrize("shape", [(480, 640, 3), (3, 5, 3), (1, 1, 1)])
+def test_arrays(made: list[Tensor], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any type, and of any place in memory; what is uploaded next waits until the copy has happened."""
+    device = object.__new__(CudaDevice)  # no card is asked for
+    device.device, device._up = torch.device("cpu"), Staging()
+    monkeypatch.setattr(cuda.torch, "empty", lambda size, pin_memory=False, **how: torch.zeros(size, **how))
+    pixels = np.random.default_rng(1).integers(0, 256, shape, np.uint8)
+    for host in (pixels, pixels[::-1].transpose(1, 0, 2), pixels.astype(np.float32), pixels.view(np.bool_)):
+        found = device.upload_array(host)
+        assert found.shape == host.shape and np.array_equal(found.numpy(), host)
+    busy = [buffer for _, buffer in device._up._busy]
+    assert len({buffer.data_ptr() for buffer in busy}) == 4 and not device._up._free
+    for event in Event.recorded:
+        event.happened = True
+    device.upload_array(pixels)
+    assert len(device._up._busy) == 1 and len(device._up._free) == 3
 
 
 def test_a_copy_gets_the_smallest_buffer_that_holds_it(made: list[Tensor]) -> None:

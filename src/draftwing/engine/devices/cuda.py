@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -106,7 +107,14 @@ class CudaDevice(Device):
         return out
 
     def upload_array(self, host: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(host.copy()).pin_memory().to(self.device, non_blocking=True)
+        whole = np.ascontiguousarray(host)
+        buffer = self._up.take(-(-whole.nbytes // 8))
+        staged = buffer.view(torch.uint8)[: whole.nbytes]
+        staged.numpy()[:] = whole.reshape(-1).view(np.uint8)  # by this thread: torch would wake others up for it
+        out = torch.empty(whole.nbytes, dtype=torch.uint8, device=self.device)
+        out.copy_(staged, non_blocking=True)
+        self._up.give_after(buffer)
+        return out.view(torch.from_numpy(np.empty(0, whole.dtype)).dtype).view(host.shape)
 
     def upload_into(self, out: Tensor, host: IntArray) -> None:
         buffer = self._up.take(len(host))

@@ -12,6 +12,7 @@ import torch
 from draftwing.config.options import Options
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.core import MAX_BACKLOG, Admission, Chunk, DraftDeferral, DraftExtend, Plan
+from draftwing.engine import tower_graphs
 from draftwing.engine.devices.base import Device
 from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
@@ -331,7 +332,8 @@ def graph_bytes(
         hidden, dtype = executor.model.config.hidden_size, executor.model.dtype
         found += kept_bytes(tokens, hidden, executor.aux_layers, dtype, mixed)
         if executor.model.tower is not None:
-            found += prefill_sizes(tokens)[-1] * executor.model.tower.config.row_size * dtype.itemsize
+            tower = executor.model.tower.config
+            found += prefill_sizes(tokens)[-1] * tower.row_size * dtype.itemsize + tower_graphs.kept_bytes(tower, dtype)
     drafter = executor.drafter
     if drafter is not None and drafter.from_tokens:  # a draft model, whose layers run for each level but the first
         levels = sum(max(key.shape.depth - 1, 0) for key in graph_keys(menu, batch_sizes(graph_size)))
