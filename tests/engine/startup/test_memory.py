@@ -11,6 +11,7 @@ from draftwing import LLM
 from draftwing.config.options import Options
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.engine.devices import pick_device
+from draftwing.engine.image_features import BUDGET
 from draftwing.engine.startup import memory as sizing
 from draftwing.engine.startup.executor import make_executor
 from draftwing.engine.startup.models import Precision
@@ -63,6 +64,31 @@ def test_hidden_states_beside_the_slots_take_their_part_of_the_pool(rig, monkeyp
     slot = 3 * 2 * 2 * 16 * 4 + kept * rig.model.config.hidden_size * 4
     assert sizing.size_pool(options(), rig, 10**6, 0).tokens == GB // slot
     assert sizing.deferral_of(options(), rig).by_slot == (kept > 0)
+
+
+@pytest.mark.usefixtures("no_peak")
+@pytest.mark.parametrize("fits", [True, False])
+def test_room_is_left_for_the_largest_image(rig, monkeypatch, caplog, fits):
+    """Of a context's tokens, and for features that are kept; an image without room is no reason not to start."""
+    seen = []
+
+    def parts(pixels, tokens):
+        seen.append((tuple(pixels.shape), tokens))
+        if not fits:
+            raise torch.OutOfMemoryError
+        yield 1
+        raise AssertionError("a layer is enough")
+
+    tower = SimpleNamespace(config=SimpleNamespace(largest_side=lambda tokens: tokens), parts=parts)
+    monkeypatch.setattr(rig.device, "peak", lambda run: run() and 5 * GB, raising=False)
+    before, _ = sizing.trial(options(context_length=40), rig, graph_size=0)
+    monkeypatch.setattr(sizing, "Executor", lambda *parts: SimpleNamespace(target=SimpleNamespace()))
+    monkeypatch.setattr(sizing, "peak", lambda executor, plan: before)
+    rig.model.tower = tower
+    step, _ = sizing.trial(options(context_length=40), rig, graph_size=0)
+    image = 5 * GB + 40 * 40 * 3 if fits else before + rig.device.ops.attention_bytes
+    assert step == image + BUDGET and seen == [((40, 40, 3), 40)]
+    assert ("40 x 40 pixels do not fit" in caplog.text) == (not fits)
 
 
 @pytest.mark.usefixtures("no_peak")

@@ -18,6 +18,7 @@ from draftwing.layers.linear_ops.dense import DENSE
 from draftwing.models.loader import load_config
 from draftwing.models.towers.base import Tower
 from draftwing.models.towers.loading import load_tower, stored_tensors
+from draftwing.models.towers.patch_merger import PatchMergerConfig
 from draftwing.models.weight_map import canonical
 from draftwing.ops import make_ops
 from draftwing.ops.table import PLAIN, TorchOps
@@ -80,6 +81,17 @@ def test_positions_in_three_axes(kind: str, folder: Path, tower: Tower) -> None:
     expected, shift = inner.get_rope_index(ids, (ids == PAD).int(), image_grid_thw=grids)
     axes, ours = axes_of(images, length)
     assert np.array_equal(axes, expected[:, 0].numpy()) and ours == int(shift)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tokens", [1, 7, 16, 10_000])
+def test_the_largest_square(tower: Tower, tokens: int) -> None:
+    """Is one that it reads, of no more tokens than asked for where a picture's size is not given."""
+    side = tower.config.largest_side(tokens)
+    rows = tower.module(torch.zeros(side, side, 3))
+    assert side >= tower.config.least_side
+    if isinstance(tower.config, PatchMergerConfig):
+        assert len(rows) <= tokens and side**2 <= tower.config.most
 
 
 @torch.inference_mode()

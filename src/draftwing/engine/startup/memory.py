@@ -12,7 +12,7 @@ import torch
 from draftwing.config.options import Options
 from draftwing.config.trees import PLAIN, TreeShape
 from draftwing.core import MAX_BACKLOG, Admission, Chunk, DraftDeferral, DraftExtend, Plan
-from draftwing.engine import tower_graphs
+from draftwing.engine import image_features, tower_graphs
 from draftwing.engine.devices.base import Device
 from draftwing.engine.draft_kv_backlog import ROOM as LAG_ROOM
 from draftwing.engine.draft_kv_backlog import DraftKVBacklog
@@ -300,6 +300,8 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
         if rig.drafter is not None and rig.drafter.kv_layers:
             step = max(step, peak(executor, tree_step(rows, shape, longest, MAX_BACKLOG)))
         step += rig.device.ops.attention_bytes
+        if rig.model.tower is not None:  # whose work on an image has ended when the step begins
+            step = max(step, tower_bytes(rig, options.context_length or longest)) + image_features.BUDGET
         if graph_size:
             graphs = graph_bytes(executor, options, rig.menu, graph_size, tokens, longest, length)
     except torch.OutOfMemoryError as error:
@@ -312,6 +314,24 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
         smallest = KVPool(rig.layers, 1, rig.kv_dtype, rig.device.device)  # so that it holds the other one no longer
         rig.drafter.attach(rig.device.ops.attention(smallest, options.deterministic), rig.first_draft_layer, length)
     return step, graphs
+
+
+@torch.inference_mode()
+def tower_bytes(rig: Rig, tokens: int) -> int:
+    """Returns bytes that the tower takes at most for the largest image of so many tokens: up to the end of its first
+    layer, as what comes behind all of them takes less. Where there is no room the log says so."""
+    assert rig.model.tower is not None
+    tower, device = rig.model.tower, rig.device
+    side = tower.config.largest_side(tokens)
+    try:
+        pixels = torch.zeros(side, side, 3, dtype=torch.uint8, device=device.device)
+        return pixels.nbytes + device.peak(lambda: next(tower.parts(pixels, tokens)))
+    except device.out_of_memory:
+        log.warning(
+            "memory: images of %d x %d pixels do not fit beside the weights: raise what is free, or make max_pixels of "
+            "the model's preprocessor_config.json smaller", side, side,
+        )  # fmt: skip
+        return 0
 
 
 def graph_bytes(

@@ -62,6 +62,10 @@ class TowerConfig:
         """Returns pixels of the side of a square that it reads, a small one."""
         raise NotImplementedError
 
+    def largest_side(self, tokens: int) -> int:
+        """Returns pixels of the side of the largest square that it reads, of at most so many tokens."""
+        return self.least_side
+
     def products(self, height: int, width: int) -> int:
         """Returns about how many products one of its layers takes of an image of so many pixels."""
         patches = height * width // self.patch**2

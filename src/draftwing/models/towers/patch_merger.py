@@ -4,6 +4,7 @@ which the first layers of the language model add (deepstack)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import cast
@@ -46,6 +47,10 @@ class PatchMergerConfig(TowerConfig):
     @property
     def least_side(self) -> int:
         return self.patch * self.merge
+
+    def largest_side(self, tokens: int) -> int:
+        block = self.patch * self.merge
+        return max(math.isqrt(min(self.most, tokens * block**2)) // block, 1) * block
 
     def prepared(self, files: Fields) -> TowerConfig:
         for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):

@@ -3,6 +3,7 @@ tables and of a rotary embedding; its patches are pooled to tokens. Matrices may
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import cast
@@ -42,6 +43,9 @@ class PooledConfig(TowerConfig):
     @property
     def least_side(self) -> int:
         return self.patch * self.pool
+
+    def largest_side(self, tokens: int) -> int:
+        return max(math.isqrt(min(self.budget, tokens)), 1) * self.patch * self.pool
 
     def prepared(self, files: Fields) -> TowerConfig:
         for key in ("do_resize", "do_rescale", "do_convert_rgb"):

@@ -3,6 +3,7 @@ projector that makes one row of each block of patches."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -118,6 +119,9 @@ class GridConfig(TilesConfig):
     many: int = 10
     tolerance: float = 2.0
     thumbnail: bool = True
+
+    def largest_side(self, tokens: int) -> int:
+        return max(math.isqrt(self.most) * self.patch * self.factor, self.tile)
 
     prefixes = ("model.vision_tower.vision_model.", "model.vision_tower.", "model.multi_modal_projector.")
 
