@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from crowd import TIMES, gap_with_a_crowd, wave
-from served import MIX, Burst, ClosedLoop, DraftModel, LongPrompts, OpenLoop
+from served import MIX, Burst, ClosedLoop, DraftModel, LongPrompts, OpenLoop, Waves
 from worlds import MACHINES, TREE, WithKeys, World
 
 from draftwing.config.trees import LOOKUP_ALONE, MAX_CONFIDENCE, PLAIN, TreeShape
@@ -406,6 +406,17 @@ for drafts in (False, True):
         (8, 16, (5621,)), (32, 96, (3216,)), (4, 8, (16_000,)), (64, 192, MIX), (128, 384, MIX),
     ):  # fmt: skip
         CELLS[f"burst / {name} {clients} x {max(sizes)}"] = partial(burst, drafts, clients, sizes, count)
+
+
+def waves(clients: int, size: int) -> Figures:
+    """The fourth of some waves with drafts, over that without."""
+    plain, drafted = Waves(False, clients, size), Waves(True, clients, size)
+    seconds = [[load.wave() for _ in range(4)][-1] for load in (plain, drafted)]
+    return {"none": seconds[0] / seconds[1]}
+
+
+for clients, size in ((16, 4000), (32, 2000)):
+    CELLS[f"waves to a large model / {clients} x {size}"] = partial(waves, clients, size)
 
 
 def draft_model(clients: int, size: int, hit: float) -> Figures:

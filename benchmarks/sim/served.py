@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-from worlds import H100, H200
+from worlds import H100, H200, Large
 
 from draftwing.config.trees import MAX_CONFIDENCE, PLAIN, TreeShape
 from draftwing.core import MARK_ONE, MARK_SURVIVAL, NO_DEFERRAL, Chunk, DraftDeferral, Plan, StepResult
@@ -239,6 +239,30 @@ class Burst(OnH200):
         context = round(sum(sizes) / count + self.tokens / 2)
         step = self.world.seconds(PLAIN, clients) + self.world.attention(clients * context, ())
         return count * self.tokens / (prompts + count / clients * self.tokens * step)
+
+
+class Waves(OnH200):
+    """Requests that all come at once, when those before have been answered, to a large model whose start has measured
+    prefills. Chains of seven, of which two and a half drafts are right."""
+
+    TREE, HIT = TreeShape(7, 1, 8), 0.96
+
+    def __init__(self, drafts: bool, clients: int, size: int, tokens: int = 128) -> None:
+        super().__init__(drafts, Large, mixed=True)
+        self.clients, self.size, self.tokens, self.waves = clients, size, tokens, 0
+        for queries in self.world.sizes:
+            if queries >= MIXED_QUERIES:
+                self.sched._prefills.record([Chunk(0, 0, queries, True)], self.world.forward(queries))
+
+    def wave(self) -> float:
+        """Returns the seconds of one more wave."""
+        began, self.waves = self.now, self.waves + 1
+        for client in range(self.clients):
+            first = 10_000 * (client + 1 + 1000 * self.waves)
+            prompt = list(range(first, first + self.size))
+            self.todo.append((began, request(f"{self.waves}, {client}", prompt, self.tokens)))
+        self.run()
+        return self.now - began
 
 
 class FewPasses(H200):

@@ -342,7 +342,8 @@ class Scheduler:
             return None
         waiting = self._prompts_wait
         mixes = mixes if waiting else None
-        shape = self.choice.choose(ready, self._prefilled, waiting, self.catch_ups.passes(ready), mixes)
+        passes = self.catch_ups.passes(ready)
+        shape = self.choice.choose(ready, self._prefilled, waiting, passes, mixes, len(self.running))
         span = self.spans[shape]
         ahead = self.kv.ahead(ready, span, self.config.ahead)
         chosen = []
@@ -371,7 +372,8 @@ class Scheduler:
         `ShapePolicy.explain` does."""
         ready = [req for req in self.running if req.state is ReqState.DECODE]
         mixes = self._mixes(ready) if self._prompts_wait else None
-        context = self.choice.context(ready, self._prefilled, self.catch_ups.passes(ready), mixes)
+        passes = self.catch_ups.passes(ready)
+        context = self.choice.context(ready, self._prefilled, passes, mixes, len(self.running))
         return context, self.choice.explain(ready, context)
 
     def _make_plan(self, kind: Any, shape: TreeShape, reqs: list[Req], max_kv_len: int, chunks: list[Chunk]) -> Plan:

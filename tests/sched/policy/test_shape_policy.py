@@ -17,7 +17,7 @@ from draftwing.config.trees import LOOKUP_ALONE, MAX_CONFIDENCE, PLAIN, TreeShap
 from draftwing.core import MARK_ONE, MARK_SOURCE, MARK_SURVIVAL, StepResult
 from draftwing.sched.policy.acceptance import drafts_by_row
 from draftwing.sched.policy.cost import HOLD, StepCost
-from draftwing.sched.policy.shape_policy import MARGIN, Beside, FixedShape, StepContext, TreePolicy
+from draftwing.sched.policy.shape_policy import MARGIN, MAX_QUERIES, Beside, FixedShape, StepContext, TreePolicy
 from draftwing.spec.drafter import chain_menu, match_menu, tree_menu
 
 STORED = json.loads(BASELINE.read_text(encoding="utf-8"))["figures"]["now"]
@@ -31,7 +31,7 @@ FURTHER = re.compile(
 )
 # Loads of a whole scheduler are compared by `benchmarks/sim/run.py`.
 SERVED = re.compile(
-    "open loop|burst|beside|prompts wait|closed loop|draft model|crowd|longest gap|with .* long prompts|host"
+    "open loop|burst|beside|prompts wait|closed loop|draft model|crowd|longest gap|with .* long prompts|host|waves"
 )
 LOADS = [
     pytest.param(
@@ -51,27 +51,30 @@ def test_a_simulated_load(cell: str) -> None:
         assert not worse(name, figure, STORED[cell][name]), name
 
 
-@pytest.mark.further(node_seconds=[0.0, 2e-4])
+@pytest.mark.further(later=64, node_seconds=[0.0, 2e-4])
+@pytest.mark.parametrize("later", [8, 64])
 @pytest.mark.parametrize("node_seconds", [0.0, 2e-5, 2e-4, 5e-3])
-def test_nodes_beside_prompts_cost_what_tokens_of_prompts_do(node_seconds: float) -> None:
-    """The best shape is that with the most tokens a second, if each node more takes that long, too; of those that can
-    be there."""
+def test_time_beside_prompts_is_worth_what_later_steps_bring(node_seconds: float, later: int) -> None:
+    """What drafts bring in a forward with parts of prompts, less what so many rows would bring in the same time when
+    the prompts are read; each node more takes as long as a token of a prompt. Of shapes that can be there. later: rows
+    that decode then."""
     batch, hits = 8, [0.8] * 8
     world = MACHINES["gpu"](tree_menu(TREE))
     policy = TreePolicy(world.menu, world.cost())
     world.run(policy, hits, 300)
-    confidences = [MAX_CONFIDENCE] * batch
+    possible = [shape for shape in world.menu if later * shape.queries <= MAX_QUERIES]
+    most = max(world.rate(shape, [0.8] * later) for shape in possible)
 
-    def rate(shape: TreeShape) -> float:
-        nodes = node_seconds * batch * (shape.queries - 1)
-        return world.tokens(shape, hits) / (world.seconds(shape, batch) + nodes)
+    def net(shape: TreeShape) -> float:
+        more = world.seconds(shape, batch) - world.seconds(PLAIN, batch)
+        return world.tokens(shape, hits) - most * (more + node_seconds * batch * (shape.queries - 1))
 
     for limit in (1024, 4 * batch, batch):
         fit = [shape for shape in world.menu if batch * shape.queries <= limit]
-        beside = Beside(node_seconds, lambda shape, rows, fit=fit: rows * shape.queries if shape in fit else 0)
-        decision = policy.decide(StepContext(confidences, beside=beside))
-        chosen = world.menu[decision.best]
-        assert chosen in fit and rate(chosen) > 0.96 * max(map(rate, fit))
+        beside = Beside(node_seconds, lambda shape, rows, fit=fit: rows * shape.queries if shape in fit else 0, later)
+        decision = policy.decide(StepContext([MAX_CONFIDENCE] * batch, beside=beside))
+        chosen, best = world.menu[decision.best], max(fit, key=net)
+        assert chosen in fit and net(chosen) > net(best) - 0.04 * world.tokens(best, hits)
 
 
 @pytest.mark.further(batch=4)

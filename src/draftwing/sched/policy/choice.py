@@ -128,15 +128,15 @@ class ShapeChoice:
 
     def choose(
         self, ready: Sequence[Req], prefilled: Sequence[Chunk], waiting: bool, backlog: tuple[int, int] = (1, 0),
-        mixes: Mixes | None = None,
+        mixes: Mixes | None = None, rows: int = 0,
     ) -> TreeShape:  # fmt: skip
         """Decides on the shape of a step of the requests `ready`. prefilled: by the plan before. waiting: whether parts
         of prompts wait for the step. backlog: passes and positions, as of `StepContext`. mixes: as of
-        `SchedulerConfig`, where parts of prompts will be in its forward."""
+        `SchedulerConfig`, where parts of prompts will be in its forward. rows: as of `Beside`."""
         self._prefills.plan_step(prefilled, waiting and mixes is None, mixes is not None)
         if self._is_given(ready):
             return self.policy.menu[0]
-        return self.policy.choose(self.context(ready, prefilled, backlog, mixes))
+        return self.policy.choose(self.context(ready, prefilled, backlog, mixes, rows))
 
     def spared(self, shape: TreeShape, reqs: Sequence[Req], nodes: int) -> float:
         """Returns the seconds that parts of prompts beside a step have more than where they take turns with plain ones,
@@ -181,9 +181,9 @@ class ShapeChoice:
 
     def context(
         self, ready: Sequence[Req], prefilled: Sequence[Chunk] = (), backlog: tuple[int, int] = (1, 0),
-        mixes: Mixes | None = None,
+        mixes: Mixes | None = None, rows: int = 0,
     ) -> StepContext:  # fmt: skip
-        """Returns what the policy gets for a step. prefilled, backlog, mixes: as of `choose`."""
+        """Returns what the policy gets for a step. prefilled, backlog, mixes, rows: as of `choose`."""
         confidences = [req.confidence if req.may_draft and not req.slow and not req.skipped else 0 for req in ready]
         whole = any(req.special or (self._draws_alike and req.draws_specially) for req in ready)
         newest = max((req.admission for req in ready), default=0)
@@ -192,7 +192,7 @@ class ShapeChoice:
             left = sum(req.max_total - len(req.tokens) for req in ready)
             remaining = max(min(left / len(ready), OUTDATED), remaining)
         slack = self._prefills.latency_slack(prefilled, mixes is not None)
-        beside = None if mixes is None else Beside(self._prefills.token_seconds(0), mixes)
+        beside = None if mixes is None else Beside(self._prefills.token_seconds(0), mixes, rows)
         kv_tokens, adapters = _kv_tokens(ready), _adapters(ready)
         return StepContext(confidences, kv_tokens, slack, whole, newest, *backlog, remaining, beside, adapters)
 

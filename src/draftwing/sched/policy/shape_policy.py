@@ -25,10 +25,11 @@ MAX_QUERIES = 1024  # nodes that a step may verify; more never pay, and a try wo
 
 class Beside(NamedTuple):
     """Parts of prompts that will be in the same forward as a step: the device is busy with them, so that every node
-    takes time of its own."""
+    takes time of its own. That time is the prompts', and what it is worth is what steps bring once they are read."""
 
     node_seconds: float  # of each query, a row's newest token or a draft
     nodes: Callable[[TreeShape, int], int]  # queries that so many such trees have in it; 0: they cannot be in it
+    rows: int  # that will decode when all prompts are read
 
 
 class StepContext(NamedTuple):
@@ -256,6 +257,8 @@ class TreePolicy(ShapePolicy):
         batch, found, beside = len(context.confidences), dict[int, Option](), context.beside
         rows, cost = self._by_adapter.rows(context.confidences, context.adapters), self._cost(context)
         plain = cost.seconds(PLAIN, batch, context.kv_tokens) or math.inf
+        # What the plain step takes is the prompts' time; its tokens are worth as much as later ones take.
+        worth = plain if beside is None else min(plain, batch / self._later_rate(context, beside.rows))
         entry = 0.0
         if not self._uses_model(self._held.chosen):  # else the drafter has seen all before
             entry = self.cost.backlog(batch, context.backlog_passes, context.backlog_positions)
@@ -269,7 +272,7 @@ class TreePolicy(ShapePolicy):
                 if beside is not None and not nodes:
                     continue
                 seconds = cost.seconds(shape, batch, context.kv_tokens) or math.inf
-                if beside is not None:  # what plain steps take is what the prompts' time is worth
+                if beside is not None:
                     seconds += beside.node_seconds * max(nodes - batch, 0)
                 begin = entry if self._uses_model(i) else 0.0
                 if seconds + begin > plain + context.latency_slack:
@@ -277,9 +280,20 @@ class TreePolicy(ShapePolicy):
                 best = max_drafts(shape)
                 brings += sum(best * of.total() if at_best else known.expected(i, of) for known, of in rows)
             if seconds < math.inf:
-                seconds += begin * share
+                seconds += begin * share + worth - plain
                 found[i] = Option(brings, seconds, begin * (1 - share), brings / seconds)
         return found
+
+    def _later_rate(self, context: StepContext, rows: int) -> float:
+        """Returns the most tokens per second of so many rows as these, at least of these, in steps of their own."""
+        batch = len(context.confidences)
+        each = [i % batch for i in range(max(rows, batch))]
+        later = StepContext(
+            [context.confidences[i] for i in each], context.kv_tokens * len(each) // batch,
+            full_trees_only=context.full_trees_only,
+            adapters=[context.adapters[i] for i in each] if context.adapters else (),
+        )  # fmt: skip
+        return max(option.rate for option in self._options(later).values())
 
     def _with_try(self, context: StepContext, decision: Decision) -> Decision:
         """Returns the decision, with a try in place of the best option where one might be better and its loss is saved
