@@ -22,7 +22,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)", re.ASCII)
 _LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}$", re.ASCII)  # of a GGUF file in several, but the first
 _FIRST_PART = re.compile(r"-00001-of-\d{5}$", re.ASCII)
 # Files that are read with a model: what reads images, prediction layers, heads.
-_BESIDE_MODEL = re.compile(r"^(mmproj|mtp-)|[-_.]dflash2?[-_.]", re.IGNORECASE)
+_BESIDE_MODEL = re.compile(r"^(mmproj|mtp-)|[-_.](dflash2?|dspark)[-_.]", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

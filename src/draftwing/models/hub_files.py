@@ -316,7 +316,7 @@ def readable(size: int) -> str:
 DEFAULTS = ("Q4_K_M", "Q8_0")  # that are taken where a name does not say which, as llama.cpp does; else the first
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 _TAG = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|NVFP4|BF16|FP?16|FP?32)", re.IGNORECASE)
-_NO_MODEL = re.compile(r"(?:^|[-_./])(?:mmproj|imatrix|mtp|dflash2?)(?=[-_.])", re.IGNORECASE)  # read with one
+_NO_MODEL = re.compile(r"(?:^|[-_./])(?:mmproj|imatrix|mtp|dflash2?|dspark)(?=[-_.])", re.IGNORECASE)  # read with one
 
 
 class Quantised(NamedTuple):

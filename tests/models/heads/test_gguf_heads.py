@@ -12,7 +12,7 @@ from typing import Any
 import gguf as gguf_package
 import pytest
 import torch
-from reference.block_heads import dflash2_head, dflash_head
+from reference.block_heads import dflash2_head, dflash_head, dspark_head
 from reference.checkpoints import Checkpoint, llama_target
 
 from draftwing.config.options import Options
@@ -27,6 +27,11 @@ from draftwing.models.loader import load_model
 
 TARGET = llama_target(4, num_hidden_layers=5, vocab_size=12)
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+FACTORS = {
+    "embedding_scale": "input_embedding_scale", "logit_scale": "output_multiplier",
+    "final_logit_softcapping": "final_logit_softcapping",
+}  # fmt: skip
+SCALED = {"input_embedding_scale": 3.0, "output_multiplier": 0.5, "final_logit_softcapping": 20.0}
 OUTER = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm"}
 INNER = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
@@ -39,6 +44,12 @@ WHOLE = {
     "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
     "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
     "candidate_selector.successor_codebook": "selector_successor.weight",
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "conf_proj.weight",
+    "confidence_head.proj.bias": "conf_proj.bias",
+    "embed_tokens.weight": "token_embd.weight",
+    "lm_head.weight": "output.weight",
 }
 BASES = {"attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base"}
 
@@ -57,7 +68,7 @@ def write(
     path: Path, head: Checkpoint, edit: Callable[[gguf_package.GGUFWriter], Any] | None = None, arch: str = "dflash"
 ) -> Path:
     """As llama.cpp's converter has them: layers of the target are those whose input is read."""
-    config = head.config | head.config["dflash_config"]
+    config = head.config | head.config.get("dflash_config", {})
     writer = gguf_package.GGUFWriter(path, arch)
     sizes = {
         "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length":
@@ -75,20 +86,40 @@ def write(
     writer.add_array(f"{arch}.target_layers", [one + 1 for one in config["target_layer_ids"]])
     writer.add_uint32("tokenizer.ggml.mask_token_id", config["mask_token_id"])
     writer.add_array("tokenizer.ggml.tokens", [str(one) for one in range(config["vocab_size"])])
-    writer.add_bool(f"{arch}.attention.causal", bool(config.get("is_causal")))
+    if "is_causal" in config:
+        writer.add_bool(f"{arch}.attention.causal", config["is_causal"])
+    for key, name in FACTORS.items():
+        if name in config:
+            writer.add_float32(f"{arch}.{key}", config[name])
     if "layer_types" in config:
         writer.add_uint32(f"{arch}.attention.sliding_window", config["sliding_window"])
         kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
         writer.add_array(f"{arch}.attention.sliding_window_pattern", kinds)
     if edit is not None:
         edit(writer)
+    if "markov_rank" in config:
+        writer.add_bool(f"{arch}.sample_from_anchor", config.get("sample_from_anchor", True))
+        writer.add_bool(f"{arch}.has_confidence_head", "confidence_head.proj.weight" in head.tensors)
+    own = "d2t" in head.tensors
     for name, value in head.tensors.items():
-        writer.add_tensor(gguf_name(name), value.numpy())
+        if name == "d2t":  # ids in place of differences
+            writer.add_tensor("d2t", (value + torch.arange(len(value))).numpy())
+        elif name != "t2d" and (own or name != "lm_head.weight"):
+            writer.add_tensor(gguf_name(name), value.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def with_own_tokens(head: Checkpoint) -> Checkpoint:
+    """A head that drafts some of the target's tokens."""
+    ids = torch.tensor([0, 2, 3, 5, 6, 8, 9, 11])
+    own = {name: head.tensors[name][ids].clone() for name in ("lm_head.weight", "markov_head.markov_w2.weight")}
+    kept = torch.zeros(12, dtype=torch.bool).index_fill_(0, ids, True)
+    own |= {"d2t": ids - torch.arange(len(ids)), "t2d": kept}
+    return Checkpoint(head.tensors | own, head.config | {"draft_vocab_size": len(ids)})
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +139,22 @@ def load(path: Path, target: DecoderModel) -> BlockHead:
         lambda: dflash_head(TARGET, is_causal=False),
         lambda: dflash2_head(TARGET),
         lambda: dflash2_head(TARGET, dflash_config={"conv_kernel_size": 3}, **SLIDING),
+        lambda: dflash_head(TARGET, **SLIDING),  # of which those with a window are causal
+        lambda: dflash2_head(TARGET, dflash_config=SCALED),
+        lambda: dspark_head(TARGET),
+        lambda: dspark_head(TARGET, confidence=False, sample_from_anchor=False),
+        lambda: with_own_tokens(dspark_head(TARGET)),
     ],
-    ids=["dflash", "dflash2", "three taps, windows"],
+    ids=[
+        "dflash",
+        "dflash2",
+        "three taps, windows",
+        "nothing said of causality",
+        "scaled",
+        "dspark",
+        "dspark, no anchor",
+        "own tokens",
+    ],
 )
 def test_it_is_the_head_of_a_folder(make: Callable[[], Checkpoint], target: DecoderModel, tmp_path: Path) -> None:
     head = make()
@@ -150,6 +195,7 @@ def test_what_is_refused(edit: Any, arch: str, says: str, target: DecoderModel, 
         (dflash_head, 6, TreeShape(5, 1, 6)),
         (partial(dflash2_head, dflash_config={"block_size": 8}), 8, None),
         (dflash_head, 16, TreeShape(7, 1, 8)),
+        (dspark_head, 5, TreeShape(5, 4, 16)),
     ],
 )
 def test_its_tree_fits_into_its_blocks(
@@ -166,10 +212,11 @@ def test_its_tree_fits_into_its_blocks(
     [
         ({"Little-3B-DFlash2-Q8_0": dflash2_head}, "DFLASH2", 0),
         ({"little-3b-dflash": dflash_head}, "DFLASH", 0),
+        ({"Little-3B-DSpark": dspark_head, "Little-3B-DFlash": dflash_head}, "DSPARK", 0),
         ({"Little-3B-DFlash": dflash_head, "Little-DFlash2": dflash2_head}, "DFLASH2", 1),
         ({"Other-3B-DFlash2-Q8_0": dflash2_head, "Little-3B-Q8_0": dflash2_head}, "none", None),
     ],
-    ids=["selector", "without", "of both", "names of others"],
+    ids=["selector", "without", "Markov", "of both", "names of others"],
 )
 def test_one_next_to_the_models_file_drafts(
     heads: dict[str, Callable[[Checkpoint], Checkpoint]], drafter: str, file: int | None, target: DecoderModel,

@@ -14,31 +14,33 @@ from draftwing.errors import CheckpointError
 from draftwing.gguf_file import open_gguf
 from draftwing.models.config import ModelConfig
 from draftwing.models.decoder import DecoderModel
-from draftwing.models.heads.gguf_heads import SELECTOR
+from draftwing.models.heads.gguf_heads import MARKOV, SELECTOR
 from draftwing.models.heads.loader import load_draft_head
 from draftwing.models.heads.own_layers import with_own_layers
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"(.+?)[-_.]dflash2?(?:[-_.].*)?", re.IGNORECASE)
+_NAME = re.compile(r"(.+?)[-_.](?:dflash2?|dspark)(?:[-_.].*)?", re.IGNORECASE)
+_PLAIN, _KINDS = "DFLASH", {SELECTOR: "DFLASH2", MARKOV: "DSPARK"}  # by a tensor that others do not have
 
 
 def with_found_drafter(options: Options, path: Path, config: ModelConfig) -> Options:
-    """Returns resolved options whose drafter is known: `with_own_layers`, but with a DFlash2 head next to the file of
-    the model where nothing is asked for, and with a DFlash head where the model has no prediction layers. path: of the
-    model. Raises what `with_own_layers` raises."""
+    """Returns resolved options whose drafter is known: `with_own_layers`, but with a DFlash2 or DSpark head next to the
+    file of the model where nothing is asked for, and with a DFlash head where the model has no prediction layers.
+    path: of the model. Raises what `with_own_layers` raises."""
     found = with_own_layers(options, path, config)
     if options.speculative_algorithm is not None or path.suffix != ".gguf":
         return found
     drafter, file = _beside(path, config)
-    if file is None or (found.drafts and drafter == "DFLASH"):
+    if file is None or (found.drafts and drafter == _PLAIN):
         return found
     return replace(options, speculative_algorithm=drafter, speculative_draft_model_path=str(file)).resolve()
 
 
 def _beside(path: Path, config: ModelConfig) -> tuple[str, Path | None]:
-    """Returns the head in the same folder whose name begins with the model's, up to `DFlash`, and whose tensors fit it,
-    and who drafts with it; of several one that selects pairs, then that of the longest name. Says why one does not."""
+    """Returns who drafts, and the head in the same folder whose name begins with the model's, up to `DFlash` or
+    `DSpark`, and whose tensors fit it; of several one whose branches differ, then that of the longest name. Says why
+    one does not draft."""
     found: list[tuple[str, int, Path]] = []
     for file in sorted(path.parent.glob("*.gguf")):
         named = _NAME.fullmatch(file.stem)
@@ -46,7 +48,8 @@ def _beside(path: Path, config: ModelConfig) -> tuple[str, Path | None]:
             continue
         try:
             target = DecoderModel(config, torch.bfloat16, "meta")
-            drafter = "DFLASH2" if SELECTOR in open_gguf(file).tensors else "DFLASH"
+            stored = open_gguf(file).tensors
+            drafter = next((kind for name, kind in _KINDS.items() if name in stored), _PLAIN)
             load_draft_head(file, target, drafter, torch.bfloat16, "meta")  # its names and sizes
         except CheckpointError as error:
             logger.warning("%s does not draft: %s", file, error)

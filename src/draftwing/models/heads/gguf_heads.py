@@ -1,4 +1,4 @@
-"""DFlash and DFlash2 heads in GGUF files, as llama.cpp's converter writes them."""
+"""DFlash, DFlash2 and DSpark heads in GGUF files, as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, refuse_unread_me
 from draftwing.requests.refusals import show
 
 ARCHITECTURE = "dflash"
-SELECTOR = "selector_predecessor.weight"  # which DFlash2 heads have
+SELECTOR, MARKOV = "selector_predecessor.weight", "markov_w1.weight"  # which DFlash2 heads have, and DSpark ones
+_IDS = "d2t"  # of the target, of tokens of a vocabulary of the head's own
 _NAMES = {
     "fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight", "output_norm.weight": "norm.weight",
     "selector_hidden.weight": "candidate_selector.hidden_projection.weight",
     SELECTOR: "candidate_selector.predecessor_codebook",
     "selector_successor.weight": "candidate_selector.successor_codebook",
+    MARKOV: "markov_head.markov_w1.weight", "markov_w2.weight": "markov_head.markov_w2.weight",
+    "conf_proj.weight": "confidence_head.proj.weight", "conf_proj.bias": "confidence_head.proj.bias",
 }  # fmt: skip
 _OF_LAYER = {
     "attn_norm.weight": "input_layernorm.weight", "ffn_norm.weight": "post_attention_layernorm.weight",
@@ -33,8 +36,13 @@ _OF_LAYER = {
     "attn_conv_base": "attention_conv.base_kernel", "attn_conv_proj.weight": "attention_conv.kernel_projection.weight",
     "ffn_conv_base": "mlp_conv.base_kernel", "ffn_conv_proj.weight": "mlp_conv.kernel_projection.weight",
 }  # fmt: skip
+_FACTORS = {
+    "embedding_scale": "input_embedding_scale", "logit_scale": "output_multiplier",
+    "final_logit_softcapping": "final_logit_softcapping",
+}  # fmt: skip
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
-_SHARED = "token_embd.weight", "output.weight"  # copies of the target's
+_LM_HEAD = "output.weight"
+_SHARED = "token_embd.weight", _LM_HEAD  # copies of the target's, but for a vocabulary of the head's own
 
 
 def gguf_config(path: Path) -> dict[str, Any]:
@@ -62,14 +70,18 @@ def gguf_config(path: Path) -> dict[str, Any]:
         "aux_hidden_state_layer_ids": _whole_numbers(fields, "target_layers"),
         "layer_types": _kinds(fields, layers, window),
         "sliding_window": window or None,
-        "is_causal": fields.flag("attention.causal"),
     }
     vocab = _vocab(file)
     if vocab is not None:
         raw["vocab_size"] = vocab
+    for key, name in (("attention.causal", "is_causal"), ("sample_from_anchor", "sample_from_anchor")):
+        if fields.has(key):
+            raw[name] = fields.flag(key)
+    fields.check("has_confidence_head", ("conf_proj.weight" in file.tensors,))
     for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
         if fields.has(key):
             raw[key] = size(key)
+    raw |= {name: fields.get(key) for key, name in _FACTORS.items() if fields.has(key)}
     fields.check("attention.value_length", (raw["head_dim"],))
     fields.check("rope.dimension_count", (raw["head_dim"],))
     refuse_unread_metadata(fields)
@@ -79,10 +91,14 @@ def gguf_config(path: Path) -> dict[str, Any]:
 def gguf_block(path: Path) -> dict[str, Any]:
     """Returns what a file says of blocks, as far as it can be read: who loads the head says what is wrong with it."""
     try:
-        metadata = _open(path).metadata
+        file = _open(path)
     except CheckpointError:
         return {}
-    return {key: metadata.get(f"{ARCHITECTURE}.{key}") for key in ("block_size", "selector_top_k")}
+    said = {
+        key: file.metadata.get(f"{ARCHITECTURE}.{key}")
+        for key in ("block_size", "selector_top_k", "sample_from_anchor")
+    }
+    return said | {"markov_rank": file.tensors[MARKOV].shape[1] if MARKOV in file.tensors else None}
 
 
 def gguf_weights(path: Path, dtype: torch.dtype, meta: bool = False) -> dict[str, Tensor]:
@@ -90,7 +106,12 @@ def gguf_weights(path: Path, dtype: torch.dtype, meta: bool = False) -> dict[str
     in float32. meta: without their values. Raises CheckpointError for a tensor that no such head has."""
     file, found = _open(path), dict[str, Tensor]()
     for stored in file.tensors:
+        if stored == _IDS:
+            found[_IDS] = _offsets(file, meta)
+            continue
         if stored in _SHARED:
+            if stored == _LM_HEAD and _IDS in file.tensors:
+                found["lm_head.weight"] = _value(file, stored, meta).to(dtype)
             continue
         match = _BLOCK.fullmatch(stored)
         own = _NAMES.get(stored) if match is None else _OF_LAYER.get(match[2])
@@ -99,10 +120,24 @@ def gguf_weights(path: Path, dtype: torch.dtype, meta: bool = False) -> dict[str
                 f"{path}: {stored} is no tensor of a head that drafts blocks, as llama.cpp names them"
             )
         name = own if match is None else f"layers.{match[1]}.{own}"
-        shape = file.tensors[stored].shape
-        value = torch.empty(shape, device="meta") if meta else torch.from_numpy(file.dequantized(stored))
+        value = _value(file, stored, meta)
         found[name] = value if file.kind(stored) == "F32" else value.to(dtype)
     return found
+
+
+def _value(file: GGUFFile, stored: str, meta: bool) -> Tensor:
+    shape = file.tensors[stored].shape
+    return torch.empty(shape, device="meta") if meta else torch.from_numpy(file.dequantized(stored))
+
+
+def _offsets(file: GGUFFile, meta: bool) -> Tensor:
+    """Returns the ids of a head's own tokens as folders have them, less the token's own number."""
+    count, kind = file.tensors[_IDS].shape[0], file.kind(_IDS)
+    if kind != "I64":
+        raise CheckpointError(f"{file.path}: {_IDS}: expected numbers of type I64, found {kind}")
+    if meta:
+        return torch.zeros(count, dtype=torch.int64)
+    return torch.from_numpy(np.frombuffer(file.raw(_IDS), np.int64).copy()) - torch.arange(count)
 
 
 def _open(path: Path) -> GGUFFile:
