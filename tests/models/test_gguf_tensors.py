@@ -216,6 +216,8 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     """(tests/test_gguf_file.py has files that are broken.)"""
     with pytest.raises(CheckpointError, match=r"unknown architecture 'gemma9'; the nearest .* gemma3"):
         load_model(write(tmp_path / "gemma.gguf", "gemma9"), torch.float32, "cpu")
+    with pytest.raises(CheckpointError, match="dflash is the architecture of a draft head"):
+        load_config(write(tmp_path / "head.gguf", "dflash"))
     with pytest.raises(CheckpointError, match="found none"):
         load_model(tmp_path / "none.gguf", torch.float32, "cpu")
     good = write(tmp_path / "m.gguf", "llama").read_bytes()

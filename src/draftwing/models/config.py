@@ -25,9 +25,10 @@ from draftwing.layers.linear_ops.dense import DENSE, FORMATS
 from draftwing.layers.part_configs import NORM, Activation, ExpertConfig, NormConfig, StreamsConfig, check_sizes
 from draftwing.layers.rope import NOPE, RopeConfig
 from draftwing.models.families import FAMILIES, language_model, sight
-from draftwing.models.families.unserved import nearest, unserved_part
+from draftwing.models.families.unserved import nearest, refused_head, unserved_part
 from draftwing.models.family import Family, layers_like
 from draftwing.models.fields import MAX_LAYERS, WIDEST, Fields, refuse_unread
+from draftwing.models.hub_files import HEAD
 from draftwing.models.positions import context, first_chunk, ropes, rotary_dims, sections_of, window_ahead, windows
 from draftwing.models.quantised.config import METHODS, Quantization
 from draftwing.models.towers.base import TowerConfig
@@ -371,6 +372,8 @@ def _family(config: Fields) -> tuple[str, Family]:
             if family.model_type == config.get("model_type"):
                 return name, family
     found = ", ".join(architectures)[:200] if architectures else f"model_type {show(config.get('model_type'))}"
+    if HEAD.search(found):
+        raise CheckpointError(refused_head(found))
     missing = unserved_part(architectures, config.get("model_type"), dict(config.items()))
     if missing is not None:
         raise CheckpointError(f"{found} has {missing}, which is not served yet; {nearest(found, FAMILIES)}")

@@ -14,10 +14,11 @@ from draftwing.layers.part_configs import ExpertConfig, NormConfig
 from draftwing.layers.rope import NOPE, RopeConfig, yarn_attention_factor
 from draftwing.models.config import ModelConfig
 from draftwing.models.families import FAMILIES, in_gguf
-from draftwing.models.families.unserved import nearest, unserved_in_gguf
+from draftwing.models.families.unserved import nearest, refused_head, unserved_in_gguf
 from draftwing.models.family import ExpertMetadata, Family, InGGUF, layers_like, query_scalar
 from draftwing.models.fields import LARGEST, MAX_LAYERS, WIDEST, Fields, max_experts, refuse_unread_metadata
 from draftwing.models.gguf_tensors import EXPERT_PARTS, MXFP4, own_layers
+from draftwing.models.hub_files import HEAD
 from draftwing.models.pooling import encoder_of
 from draftwing.models.positions import SLIDING, context
 from draftwing.models.quantised.config import IN_MXFP4
@@ -35,6 +36,8 @@ def model_config(file: GGUFFile) -> ModelConfig:
     """Returns the `ModelConfig` that the metadata and the set of tensors describe."""
     meta, arch, known = file.metadata, file.metadata.get("general.architecture"), in_gguf()
     if not isinstance(arch, str) or arch not in known:
+        if isinstance(arch, str) and HEAD.search(arch):
+            raise CheckpointError(f"{file.path}: {refused_head(arch)}")
         missing, expected = unserved_in_gguf(arch), nearest(str(arch), known)
         if missing is not None:
             raise CheckpointError(f"{file.path}: {arch} has {missing}, which is not served yet; {expected}")

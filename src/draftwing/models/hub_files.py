@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 _TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _INDEX = ".index.json"
-HEAD = re.compile(r"eagle|dflash|dspark|domino|speculator|medusa", re.IGNORECASE)  # in names of architectures
+# In names of architectures; Eagle 2 and 2.5 are models for images, too.
+HEAD = re.compile(r"^(?!.*ForConditional).*(eagle|dflash|dspark|domino|speculator|medusa|DraftModel)", re.IGNORECASE)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 CONNECT_SECONDS = 10.0
 MAX_HTTP_BYTES = 50 * 10**9  # bytes of a file; the hub gives out no larger ones that way

@@ -142,6 +142,10 @@ def test_a_draft_of_an_architecture_that_is_not_served(tmp_path: Path, target: P
         ({"architectures": ["DeepseekV4ForCausalLM"]}, "sparse attention over compressed keys"),
         ({"architectures": ["OPTForCausalLM"], "model_type": "opt"}, "learned positions"),
         ({"architectures": ["SomethingForCausalLM"]}, "unknown architecture SomethingForCausalLM"),
+        *(
+            ({"architectures": [name]}, f"{name} is the architecture of a draft head: expected a model, with the head")
+            for name in ("LlamaForCausalLMEagle3", "DFlash2DraftModel", "Qwen3DSparkModel")
+        ),
         ({"architectures": ["LlamaForCausalLM"], "hidden_size": 0}, "max_position_embeddings"),
     ],
 )

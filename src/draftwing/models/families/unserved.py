@@ -15,7 +15,6 @@ UNSERVED = {name: (kind, part) for part, names in _TABLES["missing"].items() for
 IN_GGUF: dict[str, str] = _TABLES["in_gguf"]  # `general.architecture` of GGUF files, where that is not the model_type
 # Ends of architectures that write no text.
 _NO_TEXT = {
-    "DraftModel": "the layers of a draft head alone", "Speculator": "the layers of a draft head alone",
     "ForMaskedLM": "an encoder", "ForSequenceClassification": "scores in place of text",
     "ForTokenClassification": "scores in place of text", "RewardModel": "scores in place of text",
     "Model": "vectors in place of text",
@@ -51,6 +50,14 @@ def unserved_in_gguf(architecture: object) -> str | None:
         return None
     kind = UNSERVED[IN_GGUF[architecture]][0] if architecture in IN_GGUF else architecture
     return next((part for known, part in UNSERVED.values() if _bare(known) == _bare(kind)), None)
+
+
+def refused_head(name: str) -> str:
+    """Returns the sentence for a head in place of a model."""
+    return (
+        f"{name} is the architecture of a draft head: expected a model, with the head as "
+        "--speculative-draft-model-path and the --speculative-algorithm of its kind"
+    )
 
 
 def _bare(model_type: str) -> str:
