@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from copy import deepcopy
@@ -75,6 +76,22 @@ def test_time_beside_prompts_is_worth_what_later_steps_bring(node_seconds: float
         decision = policy.decide(StepContext([MAX_CONFIDENCE] * batch, beside=beside))
         chosen, best = world.menu[decision.best], max(fit, key=net)
         assert chosen in fit and net(chosen) > net(best) - 0.04 * world.tokens(best, hits)
+
+
+@pytest.mark.parametrize("drafted", [0.0098, 0.01, 0.0101])
+def test_drafts_that_take_less_than_plain_steps_beside_prompts(drafted: float) -> None:
+    """Where many wait plain steps are worth little, and what was measured as shorter is no less than that."""
+    chain = TreeShape(3, 1, 4)
+    cost = StepCost((chain, PLAIN), True)
+    policy, beside = TreePolicy((chain, PLAIN), cost), Beside(0.0, lambda shape, rows: rows * shape.queries, 64)
+    context = StepContext([MAX_CONFIDENCE], beside=beside)
+    assert policy.decide(context).options == {}, "nothing is known"
+    for shape, batch, seconds in ((PLAIN, 1, 0.01), (PLAIN, 64, 0.012), (chain, 1, drafted), (chain, 64, 0.02)):
+        cost.measured(shape, batch, 0, seconds)
+    decision = policy.decide(context)
+    assert decision.best == 0 and all(0 < option.seconds < math.inf for option in decision.options.values())
+    later = max(option.rate for option in policy.decide(StepContext([MAX_CONFIDENCE] * 64)).options.values())
+    assert decision.options[1].rate == pytest.approx(later)
 
 
 @pytest.mark.further(batch=4)

@@ -106,7 +106,8 @@ class ShapePolicy(Protocol):
     def explain(self, context: StepContext) -> list[dict[str, Any]]:
         """Returns for each option what `choose` would decide by, now: `shape`, `price_ms`, `gain` (expected accepted
         drafts of the batch), `rate` (expected tokens per second), whether it is `chosen`, whether it is only `tried`,
-        and whether it is `late`: longer than the latency slack allows."""
+        and whether it is `late`: longer than the latency slack allows. With parts of prompts beside it a plain step's
+        price is the time in which later steps bring as many tokens, see `Beside`; drafts add what they take."""
         ...
 
 
@@ -258,7 +259,8 @@ class TreePolicy(ShapePolicy):
         rows, cost = self._by_adapter.rows(context.confidences, context.adapters), self._cost(context)
         plain = cost.seconds(PLAIN, batch, context.kv_tokens) or math.inf
         # What the plain step takes is the prompts' time; its tokens are worth as much as later ones take.
-        worth = plain if beside is None else min(plain, batch / self._later_rate(context, beside.rows))
+        later = 0.0 if beside is None else self._later_rate(context, beside.rows)
+        worth = min(plain, batch / later) if later else plain
         entry = 0.0
         if not self._uses_model(self._held.chosen):  # else the drafter has seen all before
             entry = self.cost.backlog(batch, context.backlog_passes, context.backlog_positions)
@@ -280,12 +282,15 @@ class TreePolicy(ShapePolicy):
                 best = max_drafts(shape)
                 brings += sum(best * of.total() if at_best else known.expected(i, of) for known, of in rows)
             if seconds < math.inf:
-                seconds += begin * share + worth - plain
+                seconds += begin * share
+                if beside is not None:  # what is measured as less than plain steps take no more than these
+                    seconds = worth + max(seconds - plain, 0.0)
                 found[i] = Option(brings, seconds, begin * (1 - share), brings / seconds)
         return found
 
     def _later_rate(self, context: StepContext, rows: int) -> float:
-        """Returns the most tokens per second of so many rows as these, at least of these, in steps of their own."""
+        """Returns the most tokens per second of so many rows as these, at least of these, in steps of their own; 0 as
+        long as nothing is known."""
         batch = len(context.confidences)
         each = [i % batch for i in range(max(rows, batch))]
         later = StepContext(
@@ -293,7 +298,7 @@ class TreePolicy(ShapePolicy):
             full_trees_only=context.full_trees_only,
             adapters=[context.adapters[i] for i in each] if context.adapters else (),
         )  # fmt: skip
-        return max(option.rate for option in self._options(later).values())
+        return max((option.rate for option in self._options(later).values()), default=0.0)
 
     def _with_try(self, context: StepContext, decision: Decision) -> Decision:
         """Returns the decision, with a try in place of the best option where one might be better and its loss is saved
