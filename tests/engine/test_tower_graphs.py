@@ -119,6 +119,20 @@ def test_sizes_that_are_counted_are_few(monkeypatch: pytest.MonkeyPatch) -> None
     assert graphs.later == 1 and graphs.wanted == 2 / WANTED, "the first one was forgotten"
 
 
+@torch.inference_mode()
+def test_graphs_of_tiny_pictures_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever room there is for patches, the driver keeps as much of a small graph as of a large one."""
+    config = SimpleNamespace(patch=1)
+    tower: Any = SimpleNamespace(config=config, features=lambda pixels, tokens: pixels.float())
+    monkeypatch.setattr(tower_graphs, "MOST_SIZES", 2)
+    graphs = TowerGraphs(tower, Recorder())
+    for width in (1, 2, 3):
+        graphs.run(np.zeros((1, width, 3), np.uint8), 1)
+        graphs.capture_next()
+    assert len(graphs) == 2
+    assert [graphs.run(np.zeros((1, width, 3), np.uint8), 1) is not None for width in (1, 2, 3)] == [False, True, True]
+
+
 class Uploads(TorchFunctionMode):
     """Fails where something is copied from the host: its own tensors, lists of indices, or what they are made of."""
 

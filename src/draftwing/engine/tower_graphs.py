@@ -22,7 +22,7 @@ from draftwing.models.towers.base import Tower, TowerConfig
 MOST_PATCHES = 2048
 # Of the sizes that have graphs, together. These share the memory in which layers work, as far as pieces of it fit.
 ALL_PATCHES = 4 * MOST_PATCHES
-MOST_SIZES = 64  # without a graph, whose pictures are counted
+MOST_SIZES = 64  # without a graph, whose pictures are counted, and as many with one: the driver keeps some of each
 WANTED = 4  # pictures of a size: a capture takes about as long as three, and saves about half of each
 
 Size = tuple[int, ...]  # height and width
@@ -99,7 +99,7 @@ class TowerGraphs:
         assert self._tower is not None
         size = max(self._seen, key=lambda one: self._seen[one][0])
         _, tokens = self._seen.pop(size)
-        while self._graphs and sum(map(self._patches, (size, *self._graphs))) > ALL_PATCHES:
+        while len(self._graphs) == MOST_SIZES or sum(map(self._patches, (size, *self._graphs))) > ALL_PATCHES:
             self._graphs.popitem(last=False)
         pixels = torch.zeros(*size, 3, dtype=torch.uint8, device=self._device.device)
         features = partial(self._tower.features, pixels, tokens)

@@ -67,10 +67,11 @@ def test_hidden_states_beside_the_slots_take_their_part_of_the_pool(rig, monkeyp
 
 
 @pytest.mark.usefixtures("no_peak")
-@pytest.mark.parametrize("fits", [True, False])
-def test_room_is_left_for_the_largest_image(rig, monkeypatch, caplog, fits):
-    """Of a context's tokens, and for features that are kept; an image without room is no reason not to start."""
-    seen = []
+@pytest.mark.parametrize(("context", "fits"), [(40, True), (40, False), (None, True)])
+def test_room_is_left_for_the_largest_image(rig, monkeypatch, caplog, context, fits):
+    """Of a context's tokens, by default the model's, and for features that are kept; an image without room is no reason
+    not to start."""
+    seen, side = [], context or rig.model.config.max_positions
 
     def parts(pixels, tokens):
         seen.append((tuple(pixels.shape), tokens))
@@ -81,13 +82,13 @@ def test_room_is_left_for_the_largest_image(rig, monkeypatch, caplog, fits):
 
     tower = SimpleNamespace(config=SimpleNamespace(largest_side=lambda tokens: tokens), parts=parts)
     monkeypatch.setattr(rig.device, "peak", lambda run: run() and 5 * GB, raising=False)
-    before, _ = sizing.trial(options(context_length=40), rig, graph_size=0)
+    before, _ = sizing.trial(options(context_length=context), rig, graph_size=0)
     monkeypatch.setattr(sizing, "Executor", lambda *parts: SimpleNamespace(target=SimpleNamespace()))
     monkeypatch.setattr(sizing, "peak", lambda executor, plan: before)
     rig.model.tower = tower
-    step, _ = sizing.trial(options(context_length=40), rig, graph_size=0)
-    image = 5 * GB + 40 * 40 * 3 if fits else before + rig.device.ops.attention_bytes
-    assert step == image + BUDGET and seen == [((40, 40, 3), 40)]
+    step, _ = sizing.trial(options(context_length=context), rig, graph_size=0)
+    image = 5 * GB + side * side * 3 if fits else before + rig.device.ops.attention_bytes
+    assert step == image + BUDGET and seen == [((side, side, 3), side)]
     assert ("40 x 40 pixels do not fit" in caplog.text) == (not fits)
 
 

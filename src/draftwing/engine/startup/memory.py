@@ -301,7 +301,8 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
             step = max(step, peak(executor, tree_step(rows, shape, longest, MAX_BACKLOG)))
         step += rig.device.ops.attention_bytes
         if rig.model.tower is not None:  # whose work on an image has ended when the step begins
-            step = max(step, tower_bytes(rig, options.context_length or longest)) + image_features.BUDGET
+            context = options.context_length or rig.model.config.max_positions
+            step = max(step, tower_bytes(rig, context)) + image_features.BUDGET
         if graph_size:
             graphs = graph_bytes(executor, options, rig.menu, graph_size, tokens, longest, length)
     except torch.OutOfMemoryError as error:
