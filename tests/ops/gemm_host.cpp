@@ -402,6 +402,8 @@ static void keep_here(float (&d)[COUNT]) {}
 static std::vector<int> consumers_arrived;
 template <int THREADS>
 static void sync_consumers() { meet(consumers_arrived[me / threads], THREADS); }
+static std::vector<int> arrived_128;  // of which 128 threads
+static void sync_128(int which) { meet(arrived_128[me / threads * 3 + which], 128); }
 static int cluster_here, cluster_times;  // threads that wait, and how often all have met
 static void meet_cluster() {  // those who have left count as if they were there
     const int fiber = me, before = cluster_times;
@@ -429,7 +431,8 @@ static void add_four(const u16* p, float (&sum)[4]) {
 }
 template <int COUNT>
 static void take_registers() {}
-static void leave_registers() {}
+template <int COUNT>
+static void give_registers() {}
 static void arrive_at_rank(Barrier* barrier, int rank) { arrive(at_rank(barrier, rank)); }
 static u32 pair_of(float first, float second) { return from_float(first) | (u32)from_float(second) << 16; }
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
@@ -483,16 +486,13 @@ static void each_piece(const void* start, const TensorMap* map, int column, int 
         each(swizzled_box(start, map, i * 16), inside ? from : nullptr);
     }
 }
-static void copy_box_of(void* to, const TensorMap* map, int column, int row, int matrix, Barrier* barrier) {
+static void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier, int matrix = 0) {
     if (map->result && !waited[me]) abort();
     Open& open = barriers.at(barrier);
     auto ask = [&](char* at, const u16* from) { open.copies.push_back({at, from, 16}); };
     each_piece(to, map, column, row, ask, matrix);
     open.bulk += map->box[0] * map->box[1] * map->box[2] * 2, ++steps;
     if (early) opens(open);
-}
-static void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
-    copy_box_of(to, map, column, row, 0, barrier);
 }
 static std::vector<int> shown_writes;  // by block and warp group: threads that have shown what they wrote
 static int warp_group() { return me / threads * 2 + me % threads / 128; }
@@ -516,8 +516,6 @@ static void end_stores() {
     if (early) wait_for_reads<0>();
 }
 static void show_writes() { ++shown_writes[warp_group()]; }
-static std::vector<int> group_arrived;  // by block and warp group
-static void sync_group(int group) { meet(group_arrived[me / threads * 2 + group], 128); }
 static void copy_box_to_both(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
     for (int rank = 0; rank < 2; ++rank) copy_box(at_rank((char*)to, rank), map, column, row, at_rank(barrier, rank));
 }
@@ -527,10 +525,6 @@ static void copy_box_once(void* to, const TensorMap* map, int column, int row, B
 #endif
 
 #ifdef MANY_PAIRS
-template <int COUNT>
-static void give_registers() {}
-static std::vector<int> arrived_128;  // of which 128 threads
-static void sync_128(int which) { meet(arrived_128[me / threads * 3 + which], 128); }
 static void store_16(u16* to, const uint4& v) {
     if ((uintptr_t)to % 16) abort();
     memcpy(to, &v, 16);
@@ -738,15 +732,12 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
             product_groups.assign(fibers.size(), {}), products_open.assign(fibers.size(), {});
 #if defined(FP8) || defined(DENSE)
             consumers_arrived.assign(cluster, 0);
+            arrived_128.assign(cluster * 3, 0);
             cluster_here = 0;
 #endif
 #ifdef DENSE
             stores.assign(fibers.size(), {}), stores_open.assign(fibers.size(), {});
             shown_writes.assign(cluster * 2 + 1, 0);
-            group_arrived.assign(cluster * 2, 0);
-#endif
-#ifdef MANY_PAIRS
-            arrived_128.assign(cluster * 3, 0);
 #endif
 #ifdef FP8
             given.assign(cluster * 2, 0);

@@ -69,7 +69,7 @@ class Cut(NamedTuple):
     def line(self, name: str, kind: str, tokens: int) -> str:
         """Returns the line of source."""
         template = f"{-(-tokens // 8)}, {self.row_tiles}, {self.ahead}, {self.x_ahead}, {KINDS[kind]}"
-        return f"EXPERT_KERNEL({name}, {self.blocks}, {template})\n"
+        return f"EXPERT_KERNEL({name}, {self.threads}, {self.blocks}, expert_gemm, {template})\n"
 
 
 class Stream(NamedTuple):
@@ -116,9 +116,11 @@ class Stream(NamedTuple):
 
     def line(self, name: str, kind: str, tokens: int) -> str:
         if self.by_rows:
-            return f"ROW_STREAM_KERNEL({name}, {tokens // 8}, {self.stages}, {self.layout.chunks})\n"
-        template = f"{tokens // 8}, {self.row_tiles}, {self.stages}, {self.layout.chunks}, {KINDS[kind]}"
-        return f"STREAM_KERNEL({name}, {template})\n"
+            call = f"row_stream_gemm, {tokens // 8}, {self.stages}, {self.layout.chunks}"
+        else:
+            tiles = f"{tokens // 8}, {self.row_tiles}"
+            call = f"stream_gemm, {tiles}, {self.stages}, {self.layout.chunks}, {KINDS[kind]}"
+        return f"EXPERT_KERNEL({name}, {self.threads}, {self.blocks}, {call})\n"
 
 
 def _pitch(row_tiles: int) -> int:

@@ -249,9 +249,9 @@ def read_source(many: bool) -> str:
 def kernel_lines(sizes: Sequence[Size | ManySize]) -> list[str]:
     """Returns lines of the source: these kernels."""
     return [
-        f"FP8_KERNEL({size.name}, {size.groups}, {size.part}, {size.threads})\n"
+        f"FP8_KERNEL({size.name}, {size.threads}, fp8_gemm, {size.groups}, {size.part})\n"
         if isinstance(size, Size)
-        else f"FP8_MANY({size.name}, {size.part}, {size.ranges}, {size.threads})\n"
+        else f"FP8_KERNEL({size.name}, {size.threads}, fp8_gemm_many, {size.part}, {size.ranges})\n"
         for size in sizes
     ]
 

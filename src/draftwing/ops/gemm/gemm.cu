@@ -207,15 +207,22 @@ __device__ __forceinline__ void mma_half(float (&d)[4], const u32 (&top)[4], con
     mma(d, top[2], bottom[2], top[3], bottom[3], in.z, in.w);
 }
 
-// d, sums of a warp -> sums [tokens][pitch_of(rows)]. TAKE_TURNS: even tiles are gates and odd ones their ups, which come
-// out as `store_results` wants them, 8 rows of each in turn.
-template <int ROW_TILES, int TOKEN_TILES, int PITCH, bool TAKE_TURNS = false>
-__device__ __forceinline__ void keep_sums(const float (&d)[ROW_TILES][TOKEN_TILES][4], float* sums) {
+// d, sums of a warp, whose tiles are the `first` one and those APART further -> sums [tokens][pitch_of(rows)]. TAKE_TURNS:
+// even tiles are gates and odd ones their ups, which come out as `store_results` wants them, 8 rows of each in turn.
+template <int ROW_TILES, int TOKEN_TILES, int PITCH, bool TAKE_TURNS = false, int APART = 1>
+__device__ __forceinline__ void keep_sums(const float (&d)[ROW_TILES][TOKEN_TILES][4], float* sums, int first = 0) {
     const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
     EACH(r, ROW_TILES) EACH(m, TOKEN_TILES) EACH(i, 4) {
-        const int row = TAKE_TURNS ? r / 2 * 32 + (i >> 1) * 16 + r % 2 * 8 : r * 16 + (i >> 1) * 8;
+        const int its = first + r * APART;
+        const int row = TAKE_TURNS ? its / 2 * 32 + its % 2 * 8 + (i >> 1) * 16 : its * 16 + (i >> 1) * 8;
         sums[(m * 8 + t * 2 + (i & 1)) * PITCH + row + g] = d[r][m][i];
     }
+}
+
+// Words of a lane's part of x, in the order of `wide_mma`: APART words from one matrix to the next.
+template <int APART>
+__device__ __forceinline__ void place_x(u32* to, const uint4& in) {
+    to[0] = in.x, to[APART] = in.y, to[2 * APART] = in.z, to[3 * APART] = in.w;
 }
 
 __device__ __forceinline__ float rounded(float f) { return to_float(from_float(f)); }
@@ -300,8 +307,7 @@ __device__ __forceinline__ void finish(const float (&d)[ROW_TILES][TOKEN_TILES][
 struct Stored {
     static constexpr bool TAKE_TURNS = false;
     static constexpr int POWER = 0;
-    static constexpr bool GO_ON =
-        false;  // pointers move in a loop: fewer instructions, which are not what it waits for
+    static constexpr bool GO_ON = false;  // pointers move in a loop: fewer instructions, which are not what it waits for
     static constexpr int UNITS = 4, WORDS = 0;  // a lane's part in shared memory, of 16 and of 4 bytes
     const u16* w;
 
@@ -349,12 +355,16 @@ struct Stored {
     };
 };
 
+// What a GEMM is given.
+#define OPERANDS                                                                                                   \
+    const u16 *__restrict__ x, const WEIGHTS weights, const u16 *__restrict__ bias, const u16 *__restrict__ extra, \
+        u16 *__restrict__ y, int M, int N, int K
+
 // PLAIN: y = x w^T (+ bias).  ADD: y = x w^T (+ bias) + extra.  SILU_MUL: w is [2 * N, K], gates before ups, and
 // y = silu(gate) * up.  TOKEN_TILES * 8 rows of x a block (blockIdx.y picks them), AHEAD chunks of weights and X_AHEAD of x
 // in flight.
 template <class WEIGHTS, int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, int KIND>
-__device__ __forceinline__ void gemm(const u16* __restrict__ x, const WEIGHTS weights, const u16* __restrict__ bias,
-                                     const u16* __restrict__ extra, u16* __restrict__ y, int M, int N, int K) {
+__device__ __forceinline__ void gemm(OPERANDS) {
     static_assert(AHEAD % X_AHEAD == 0, "a chunk of x is in the same registers in every round");
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = pitch_of(ROWS);
     extern __shared__ float sums[];  // [SHARES][TOKENS][PITCH]

@@ -12,15 +12,16 @@ struct alignas(64) TensorMap {
     u64 words[16];
 };
 
-// A box of the map from column and row on, of all its matrices.
-__device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
+// A box of the map from column, row and matrix on.
+__device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int column, int row, Barrier* barrier,
+                                         int matrix = 0) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
-            "r"(shared_at(to)), "l"(map), "r"(column), "r"(row), "r"(0), "r"(shared_at(barrier))
+            "r"(shared_at(to)), "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(shared_at(barrier))
         : "memory");
 }
 
-// The same, and caches may forget it first.
+// The same of all matrices, and caches may forget it first.
 __device__ __forceinline__ void copy_box_once(void* to, const TensorMap* map, int column, int row, Barrier* barrier) {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -87,7 +88,7 @@ __device__ __forceinline__ void dense_gemm(const DenseTask& task) {
     __syncthreads();  // barriers are there for all
 
     if (threadIdx.x >= CONSUMERS) {
-        if (GROUPS > 2) leave_registers();
+        if (GROUPS > 2) give_registers<24>();
         if (threadIdx.x == CONSUMERS) {
             wait_for_earlier_kernels();
             for (int i = 0; i < early; ++i) ask_x(i, i);

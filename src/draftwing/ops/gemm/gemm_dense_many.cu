@@ -38,8 +38,6 @@ template <int LEFT>
 __device__ __forceinline__ void wait_for_reads() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
 }
-
-__device__ __forceinline__ void sync_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
 #endif
 
 struct ManyTask {
@@ -126,7 +124,7 @@ struct Results {
                 if (box == 0) wait_for_reads<0>();
                 else wait_for_reads<ROOM - 1>();
             }
-            sync_group(group);
+            sync_128(group);
             if (asked) {
                 wait_barrier(there, parity);
                 asked = false, parity ^= 1;
@@ -141,7 +139,7 @@ struct Results {
         }
         if (!HELD && box + 1 < BOXES) return;
         show_writes();
-        sync_group(group);
+        sync_128(group);
         if (!leads()) return;
         for (int b = HELD ? box : 0; b <= box; ++b)
             store_box(task.y, room + b % ROOM * BYTES, tile.feature0 + column_of(b), tile.token0 + group * 64);
@@ -185,7 +183,7 @@ __device__ __forceinline__ void dense_gemm_many(const ManyTask& task) {
         if (++s == stages) s = 0, parity ^= 1;
     };
     if (threadIdx.x >= CONSUMERS) {
-        leave_registers();
+        give_registers<24>();
         if (threadIdx.x == CONSUMERS) {  // asks for copies
             auto ask_weights = [&](const ManyTile& tile, int i, int stage) {
                 expect_bytes(full + stage, (MANY + FEATURES) * (PANEL * 2));

@@ -270,6 +270,12 @@ __device__ __forceinline__ void multiply(float (&d)[ROW_TILES][TOKEN_TILES][4],
     }
 }
 
+// What a GEMM of pairs is given.
+#define PAIR_OPERANDS                                                                                             \
+    const u16 *__restrict__ x, const WEIGHTS all, const u16 *__restrict__ bias, const int *__restrict__ order,    \
+        const int *__restrict__ tiles, u16 *__restrict__ y, int tile_count, int choices, int known, int N, int K, \
+        float limit
+
 // y [pairs, N], a pair its row of x [pairs / choices, K] times the weight [N, K] of its expert; gated: of [2 * N, K], of
 // which the upper half are gates. bias: as the weight has rows. order, tiles [3][tile_count]: `ExpertTiles`, which may
 // have up to TOKEN_TILES * 8 pairs each, and those that are not there last. known: whether order and tiles were there
@@ -278,10 +284,7 @@ __device__ __forceinline__ void multiply(float (&d)[ROW_TILES][TOKEN_TILES][4],
 // Blocks stay. While one adds up what its warps have, its next weights and rows of x are on their way; which these are
 // it asks for before.
 template <class WEIGHTS, int TOKEN_TILES, int ROW_TILES, int AHEAD, int X_AHEAD, int KIND>
-__device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEIGHTS all, const u16* __restrict__ bias,
-                                            const int* __restrict__ order, const int* __restrict__ tiles,
-                                            u16* __restrict__ y, int tile_count, int choices, int known, int N,
-                                            int K, float limit) {
+__device__ __forceinline__ void expert_gemm(PAIR_OPERANDS) {
     static_assert(AHEAD % X_AHEAD == 0, "a chunk of x is in the same registers in every round");
     constexpr bool GATED = KIND != PLAIN;
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = pitch_of(ROWS), OUT = GATED ? ROWS / 2 : ROWS;
@@ -375,11 +378,11 @@ __device__ __forceinline__ void expert_gemm(const u16* __restrict__ x, const WEI
     }
 }
 
-#define EXPERT_KERNEL(NAME, BLOCKS, ...)                                                                              \
-    extern "C" __global__ void __launch_bounds__(SHARES * 32, BLOCKS)                                                 \
+#define EXPERT_KERNEL(NAME, THREADS, BLOCKS, GEMM, ...)                                                               \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                     \
         NAME(const u16* x, const void* w, const u32* scales, const u32* zeros, int rows, const u16* bias,             \
              const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int N, int K,        \
              float limit) {                                                                                           \
-        expert_gemm<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y, tile_count,  \
-                                          choices, known, N, K, limit);                                               \
+        GEMM<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y, tile_count,         \
+                                   choices, known, N, K, limit);                                                      \
     }

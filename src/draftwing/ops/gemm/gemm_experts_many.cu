@@ -17,24 +17,6 @@
 template <int PAIRS>
 struct FromRegisters;
 
-// A box of a matrix of several.
-__device__ __forceinline__ void copy_box_of(void* to, const TensorMap* map, int column, int row, int matrix,
-                                            Barrier* barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-            shared_at(to)),
-        "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(shared_at(barrier))
-        : "memory");
-}
-
-template <int COUNT>
-__device__ __forceinline__ void give_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-
-// Named barriers of 128 threads: 0 and 1 of the warp groups that multiply, 2 of the threads that copy.
-__device__ __forceinline__ void sync_128(int which) { asm volatile("bar.sync %0, 128;" ::"r"(2 + which) : "memory"); }
-
 // Four matrices of 8 x 8, of which a lane has words of two columns of row lane / 4, become rows of shared memory by
 // column. at: where lane l's row is, column l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices(void* at, const u32 (&words)[4]) {
@@ -259,7 +241,7 @@ __device__ __forceinline__ void copy_many_pairs(const ManyPairs& task, ManyWork<
             char* const stage = ring + s * STAGE;
             if (thread == 0) {
                 expect_bytes(full + s, MANY_ROWS * 128);
-                EACH(i, 2) copy_box_of(stage + i * 64 * 128, task.w, chunk * CHUNK, own_row0 + i * (OWN / 2), matrix, full + s);
+                EACH(i, 2) copy_box(stage + i * 64 * 128, task.w, chunk * CHUNK, own_row0 + i * (OWN / 2), full + s, matrix);
             }
             gathered.copy(stage + MANY_ROWS * 128, task.x + chunk * CHUNK, work, count);
             arrive_after_copies(full + s);

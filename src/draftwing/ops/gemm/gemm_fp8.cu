@@ -78,7 +78,7 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
     __syncthreads();  // barriers are there for all
 
     if (threadIdx.x >= CONSUMERS) {
-        if (GROUPS > 1) leave_registers();
+        if (GROUPS > 1) give_registers<24>();
         if (threadIdx.x == CONSUMERS) {
             wait_for_earlier_kernels();
             for (int i = 0; i < early; ++i) ask_x(i, i);
@@ -151,11 +151,11 @@ __device__ __forceinline__ void fp8_gemm(const Fp8Task& task) {
     }
 }
 
-#define FP8_KERNEL(NAME, GROUPS, PART, THREADS)                                                                     \
+#define FP8_KERNEL(NAME, THREADS, GEMM, ...)                                                                        \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                        \
         NAME(const Fp8* x, const float* x_scales, const Fp8* w, const float* w_scales, const u16* bias,             \
              const u16* extra, u16* y, int M, int padded, int features, int K, int rows, int stages, int gated) {   \
-        fp8_gemm<GROUPS, PART>({x, x_scales, w, w_scales, {bias, extra, y, M, features, gated}, padded, K, rows, stages}); \
+        GEMM<__VA_ARGS__>({x, x_scales, w, w_scales, {bias, extra, y, M, features, gated}, padded, K, rows, stages}); \
     }
 
 #ifndef ON_HOST

@@ -149,7 +149,7 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
         if (++s == stages) s = 0, parity ^= 1;
     };
     if (threadIdx.x >= CONSUMERS) {
-        leave_registers();
+        give_registers<24>();
         if (threadIdx.x == CONSUMERS) {  // asks for copies
             const int weights = task.result.features * (task.result.gated ? 2 : 1);
             wait_for_earlier_kernels();
@@ -239,11 +239,3 @@ __device__ __forceinline__ void fp8_gemm_many(const Fp8Task& task) {
     }
     sync_whole_cluster();  // no block leaves while others write to it
 }
-
-#define FP8_MANY(NAME, PART, RANGES, THREADS)                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                        \
-        NAME(const Fp8* x, const float* x_scales, const Fp8* w, const float* w_scales, const u16* bias,             \
-             const u16* extra, u16* y, int M, int padded, int features, int K, int rows, int stages, int gated) {   \
-        fp8_gemm_many<PART, RANGES>(                                                                                \
-            {x, x_scales, w, w_scales, {bias, extra, y, M, features, gated}, padded, K, rows, stages});             \
-    }

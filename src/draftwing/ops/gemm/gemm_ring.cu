@@ -6,9 +6,7 @@
 // for blocks of the next kernel, which fill their rings meanwhile. x comes as far ahead, since it queues behind weights.
 // X_ROWS rows of x a block: less than 8 take less room.
 template <class WEIGHTS, int X_ROWS, int ROW_TILES, int AHEAD, int KIND>
-__device__ __forceinline__ void ring_gemm(const u16* __restrict__ x, const WEIGHTS weights,
-                                          const u16* __restrict__ bias, const u16* __restrict__ extra,
-                                          u16* __restrict__ y, int M, int N, int K) {
+__device__ __forceinline__ void ring_gemm(OPERANDS) {
     constexpr int TOKEN_TILES = (X_ROWS + 7) / 8, TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = pitch_of(ROWS);
     constexpr int OUT = KIND == SILU_MUL ? ROWS / 2 : ROWS, SUMS = SHARES * TOKENS * PITCH;
     // Of a warp, in u16 and u32.

@@ -7,9 +7,7 @@
 // in units of 16 bytes in the order in which the lanes of a warp need them.
 template <class WEIGHTS, int TOKEN_TILES, int WARPS_F, int WARPS_K, int ROW_TILES, int AHEAD, int STAGES, int CLUSTER,
           int KIND>
-__device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const WEIGHTS weights,
-                                            const u16* __restrict__ bias, const u16* __restrict__ extra,
-                                            u16* __restrict__ y, int M, int N, int K) {
+__device__ __forceinline__ void shared_gemm(OPERANDS) {
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = WARPS_F * ROW_TILES * 16, PITCH = pitch_of(ROWS);
     constexpr int THREADS = WARPS_F * WARPS_K * 32;
     constexpr bool ONE_PART = WARPS_K * CLUSTER == 1;
@@ -106,9 +104,7 @@ __device__ __forceinline__ void shared_gemm(const u16* __restrict__ x, const WEI
 // A chunk in shared memory has 8 units of 16 bytes a row; odd rows have their halves swapped, so that the threads of a
 // quarter warp, which read 64 bytes of two rows each, meet no bank twice.
 template <class WEIGHTS, int WARPS_F, int WARPS_T, int WF, int WT, int STAGES, int KIND>
-__device__ __forceinline__ void tiled_gemm(const u16* __restrict__ x, const WEIGHTS weights,
-                                           const u16* __restrict__ bias, const u16* __restrict__ extra,
-                                           u16* __restrict__ y, int M, int N, int K) {
+__device__ __forceinline__ void tiled_gemm(OPERANDS) {
     constexpr int ROWS = WARPS_F * WF * 16, TOKENS = WARPS_T * WT * 8, PITCH = pitch_of(ROWS);
     constexpr int THREADS = WARPS_F * WARPS_T * 32;
     constexpr int STAGE = (ROWS + TOKENS) * CHUNK, UNITS = CHUNK / 8, STRIDE = THREADS / UNITS;

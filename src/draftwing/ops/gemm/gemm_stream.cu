@@ -112,10 +112,7 @@ __device__ __forceinline__ void ask_for_share(u32* stages, Barrier* full, Barrie
 
 // As `expert_gemm`, for K of CHUNKS chunks, with STAGES stages of ROW_TILES * 16 features.
 template <class WEIGHTS, int TOKEN_TILES, int ROW_TILES, int STAGES, int CHUNKS, int KIND>
-__device__ __forceinline__ void stream_gemm(const u16* __restrict__ x, const WEIGHTS all, const u16* __restrict__ bias,
-                                            const int* __restrict__ order, const int* __restrict__ tiles,
-                                            u16* __restrict__ y, int tile_count, int choices, int known, int N,
-                                            float limit) {
+__device__ __forceinline__ void stream_gemm(PAIR_OPERANDS) {
     constexpr bool GATED = KIND != PLAIN;
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = ROW_TILES * 16, PITCH = pitch_of(ROWS), OUT = GATED ? ROWS / 2 : ROWS;
     constexpr int THREADS = SHARES * 32, COUNT = (CHUNKS + SHARES - 1) / SHARES, SUMS = SHARES * TOKENS * PITCH;
@@ -232,10 +229,7 @@ __device__ __forceinline__ void stream_gemm(const u16* __restrict__ x, const WEI
 // The same where K is short: a warp has some features of a stage with all their columns, and sums share after share in
 // registers, so that no sums pass through shared memory.
 template <class WEIGHTS, int TOKEN_TILES, int STAGES, int CHUNKS>
-__device__ __forceinline__ void row_stream_gemm(const u16* __restrict__ x, const WEIGHTS all,
-                                                const u16* __restrict__ bias, const int* __restrict__ order,
-                                                const int* __restrict__ tiles, u16* __restrict__ y, int tile_count,
-                                                int choices, int known, int N, float limit) {
+__device__ __forceinline__ void row_stream_gemm(PAIR_OPERANDS) {
     constexpr int ROWS = SHARES * 16;
     using STAGE = Stage<WEIGHTS, ROWS, CHUNKS, false>;
     extern __shared__ float sums[];  // stages; barriers: [STAGES] that are full, as many that are empty
@@ -300,21 +294,3 @@ __device__ __forceinline__ void row_stream_gemm(const u16* __restrict__ x, const
         }
     }
 }
-
-#define ROW_STREAM_KERNEL(NAME, ...)                                                                                  \
-    extern "C" __global__ void __launch_bounds__((SHARES + 1) * 32, 1)                                                \
-        NAME(const u16* x, const void* w, const u32* scales, const u32* zeros, int rows, const u16* bias,             \
-             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int N, int K,        \
-             float limit) {                                                                                           \
-        row_stream_gemm<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y,          \
-                                              tile_count, choices, known, N, limit);                                  \
-    }
-
-#define STREAM_KERNEL(NAME, ...)                                                                                      \
-    extern "C" __global__ void __launch_bounds__((SHARES + 1) * 32, 1)                                                \
-        NAME(const u16* x, const void* w, const u32* scales, const u32* zeros, int rows, const u16* bias,             \
-             const int* order, const int* tiles, u16* y, int tile_count, int choices, int known, int N, int K,        \
-             float limit) {                                                                                           \
-        stream_gemm<Weights, __VA_ARGS__>(x, Weights::of(w, scales, zeros, rows), bias, order, tiles, y, tile_count,  \
-                                          choices, known, N, limit);                                                  \
-    }

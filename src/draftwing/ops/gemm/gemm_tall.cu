@@ -67,9 +67,7 @@ __device__ __forceinline__ void store_tall(const float* sums, const u16* __restr
 // of x in flight or read. CLUSTER blocks have the same features and rows, and each a share. One sums them in turn: chunks
 // 0, 8, 16, ..., then 1, 9, 17, ... Blocks side by side have the same weights. N, of a gate or of all: a multiple of 16.
 template <class WEIGHTS, int TOKEN_TILES, int WARP_GROUPS, int ROW_TILES, int STAGES, int AHEAD, int CLUSTER, int KIND>
-__device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGHTS weights,
-                                          const u16* __restrict__ bias, const u16* __restrict__ extra,
-                                          u16* __restrict__ y, int M, int N, int K) {
+__device__ __forceinline__ void tall_gemm(OPERANDS) {
     constexpr int TOKENS = TOKEN_TILES * 8, WARPS = WARP_GROUPS * 4, ROWS = WARPS * ROW_TILES * 16, PITCH = pitch_of(ROWS);
     constexpr int STAGE = TOKENS * CHUNK;  // of x, u16
     constexpr int UNITS = WEIGHTS::UNITS * 256, WORDS = WEIGHTS::WORDS * 32;  // of a warp, in u16 and u32
@@ -167,12 +165,7 @@ __device__ __forceinline__ void tall_gemm(const u16* __restrict__ x, const WEIGH
     wait_for_products<0>();
     wait_for_copies<0>();
     __syncthreads();  // sums take the place of all else
-    const int g = lane >> 2, t = lane & 3;
-    EACH(r, ROW_TILES) EACH(m, TOKEN_TILES) EACH(i, 4) {
-        const int its = tile + r * 4;  // even tiles are gates: 8 of them, and 8 of their ups
-        const int row = KIND == SILU_MUL ? its / 2 * 32 + its % 2 * 8 + (i >> 1) * 16 : its * 16 + (i >> 1) * 8;
-        sums[(m * 8 + t * 2 + (i & 1)) * PITCH + row + g] = IN_SHARES ? sum[r][m][i] : d[r][m][i];
-    }
+    keep_sums<ROW_TILES, TOKEN_TILES, PITCH, KIND == SILU_MUL, 4>(IN_SHARES ? sum : d, sums, tile);
     if constexpr (CLUSTER > 1) sync_cluster();
     else __syncthreads();
     store_tall<WEIGHTS::POWER, CLUSTER, ROWS, TOKENS, WARPS * 32, KIND>(sums, bias, extra, y, row0, token_block * TOKENS, M,
@@ -192,10 +185,7 @@ __device__ __forceinline__ void order_x(const u16* __restrict__ x, u16* __restri
     if (row < M) in = load_x(x + (size_t)row * K + half * 32 + (lane & 3) * 8);
     const size_t panel = (size_t)(tile / TOKEN_TILES) * (K / CHUNK) + half / 2;
     u32* const to = (u32*)panels + ((panel * 8 + half % 2 * 4) * TOKEN_TILES + tile % TOKEN_TILES) * 32 + lane;
-    to[0] = in.x;
-    to[TOKEN_TILES * 32] = in.y;
-    to[TOKEN_TILES * 64] = in.z;
-    to[TOKEN_TILES * 96] = in.w;
+    place_x<TOKEN_TILES * 32>(to, in);
 }
 
 #define ORDER_KERNEL(NAME, TOKEN_TILES)                                                               \

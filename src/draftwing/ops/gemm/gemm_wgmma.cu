@@ -32,6 +32,9 @@ __device__ __forceinline__ void sync_consumers() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 
+// Of 128 threads: 0 and 1 of the warp groups that multiply, 2 of threads that copy.
+__device__ __forceinline__ void sync_128(int which) { asm volatile("bar.sync %0, 128;" ::"r"(2 + which) : "memory"); }
+
 // Of all threads of the cluster that have not left, of warps whose threads come at different times, too.
 __device__ __forceinline__ void sync_whole_cluster() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
@@ -75,7 +78,10 @@ template <int COUNT>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
-__device__ __forceinline__ void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
+template <int COUNT>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 
 // Volatile for the reason that `load_value` has.
 __device__ __forceinline__ void add_four(const u16* p, float (&sum)[4]) {

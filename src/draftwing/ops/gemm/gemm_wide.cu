@@ -25,9 +25,7 @@ __device__ __forceinline__ void wide_mma(float (&d)[TOKEN_TILES][4], u32 a0, u32
 // chunks, the one that is not read.
 template <class WEIGHTS, int TOKEN_TILES, int WARPS_F, int WARPS_K, int ROW_TILES, int AHEAD, int PANEL, int CLUSTER,
           int KIND>
-__device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGHTS weights,
-                                          const u16* __restrict__ bias, const u16* __restrict__ extra,
-                                          u16* __restrict__ y, int M, int N, int K) {
+__device__ __forceinline__ void wide_gemm(OPERANDS) {
     constexpr int TOKENS = TOKEN_TILES * 8, ROWS = WARPS_F * ROW_TILES * 16, PITCH = pitch_of(ROWS);
     constexpr int WARPS = WARPS_F * WARPS_K, THREADS = WARPS * 32;
     constexpr bool ONE_PART = WARPS_K * CLUSTER == 1;
@@ -96,17 +94,11 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
         x_unit = more ? x_unit + COPIES * 256 : first_x;
     };
     const int word_of_x = held(lane);
-    auto place_x = [&](u16* stage) {
+    auto place = [&](u16* stage) {
         EACH(q, COPIES) {
             const int u = warp + q * WARPS, m = u / 2 % TOKEN_TILES, matrix = u / 2 / TOKEN_TILES * 8 + u % 2 * 4;
             u32* const to = (u32*)stage + (matrix * TOKEN_TILES + m) * 32 + word_of_x;
-            if (BLOCKS % WARPS == 0 || u < BLOCKS) {
-                const uint4 in = load_shared(x_rings + x_unit + q * 256);
-                to[0] = in.x;
-                to[TOKEN_TILES * 32] = in.y;
-                to[TOKEN_TILES * 64] = in.z;
-                to[TOKEN_TILES * 96] = in.w;
-            }
+            if (BLOCKS % WARPS == 0 || u < BLOCKS) place_x<TOKEN_TILES * 32>(to, load_shared(x_rings + x_unit + q * 256));
         }
     };
     EACH(s, AHEAD) {
@@ -115,7 +107,7 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
     }
     EACH(p, PANEL) {
         wait_for_copies<AHEAD - 1>();
-        place_x(stages + p * STAGE);
+        place(stages + p * STAGE);
         copy_x();
         end_copies();
     }
@@ -146,7 +138,7 @@ __device__ __forceinline__ void wide_gemm(const u16* __restrict__ x, const WEIGH
                 end_products();
             }
             copy_weights();
-            place_x(written + p * STAGE);
+            place(written + p * STAGE);
             copy_x();
             end_copies();
             if (ONE_PART && c + SHARES >= chunks) {  // a share ends here
