@@ -33,7 +33,7 @@ class DeltaSteps:
         self.states.set(torch.tensor([[0, 1, 2, 0], [1, 3, 4, 0]], device=self.device))
         heads = spec.value_heads
         self.weights = DeltaWeights(
-            make(spec.channels, spec.conv_width).float() / 2, -make(heads).float().abs(),
+            make(spec.channels, spec.conv_width).T.contiguous().T.float() / 2, -make(heads).float().abs(),
             make(spec.decays).float(),
             make(spec.value_dim).float(), 1e-6,
         )  # fmt: skip

@@ -173,8 +173,8 @@ class DeltaMixer(Mixer):
 
     def use(self, ops: LayerOps) -> None:
         super().use(ops)
-        if ops.convolves_by_tap:
-            self.conv.data = self.conv.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+        # Weights of a tap lie beside each other: vectors, and threads of a GPU, go over channels.
+        self.conv.data = self.conv.permute(2, 1, 0).contiguous().permute(2, 1, 0)
 
 
 class GatedDeltaNet(DeltaMixer):

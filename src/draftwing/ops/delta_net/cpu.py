@@ -63,8 +63,9 @@ def delta_net(
     assert all(part.dtype == kept.conv.dtype for part in parts)
     assert kept.state.data_ptr() % (4 * _VECTOR) == 0, "states are stored as whole vectors past the caches"
     assert [part.shape[1] for part in parts] == [spec.channels, values, spec.value_heads, spec.decays]
-    assert weights.conv.shape == (spec.channels, spec.conv_width)
-    assert all(w.dtype == torch.float32 and w.is_contiguous() for w in weights[:4])
+    conv = weights.conv.T.contiguous()  # as it is already of a model that was packed
+    assert conv.shape == (spec.conv_width, spec.channels)
+    assert all(w.dtype == torch.float32 and w.is_contiguous() for w in (conv, *weights[1:4]))
     assert not spec.floor or spec.by_channel
     out = inputs.z.new_empty(rows, values)
     made = out if spec.corrects else inputs.z.new_empty(rows, values, dtype=torch.float32)
@@ -81,9 +82,9 @@ def delta_net(
     )
     size = raw.delta_scratch(*sizes, *who)
     raw.delta_net(
-        *sizes, *who, slots, saves, made, *parts, *(part.stride(0) for part in parts), *weights[:4], weights.conv_bias,
-        weights.skip, *kept[1:], states.read, states.write, states.page, states.length, states.node_slots,
-        scratch(size * workers.most, rows), size, rows, spec.floor, weights.eps,
+        *sizes, *who, slots, saves, made, *parts, *(part.stride(0) for part in parts), conv, *weights[1:4],
+        weights.conv_bias, weights.skip, *kept[1:], states.read, states.write, states.page, states.length,
+        states.node_slots, scratch(size * workers.most, rows), size, rows, spec.floor, weights.eps,
     )  # fmt: skip
     if not spec.corrects:
         norm = weights.norm if weights.norm.numel() else None

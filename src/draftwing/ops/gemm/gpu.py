@@ -28,7 +28,6 @@ class GpuGemmOps(GemmOps):
     """Chooses among kernels in CUDA and torch's GEMM."""
 
     merges_matrices = True
-    convolves_by_tap = True  # threads have a channel each
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -22,7 +22,6 @@ class GemmOps:
     """Chooses GEMMs for weights, and packs weights for them."""
 
     merges_matrices = False  # whether one GEMM of more outputs, or experts, is faster than two
-    convolves_by_tap = False  # whether a delta net's weights of a tap are to lie beside each other
     keeps_groups = False  # whether there are GEMMs for `PackedGroups`
     fp8_from: int | None = None  # values of a weight from which products with activations in fp8 are faster; None: none
     block_kinds: frozenset[str] = frozenset()  # types of quantised blocks that there are GEMMs for

@@ -55,7 +55,8 @@ void down_8_bits(const Adapted *a, const int64_t *slots, const Rounded *x, int64
         if (!slots[row] || a->ranks[mine] <= first) continue;
         float made[32][PANEL_OUTPUTS];
         memset(made, 0, (size_t)(end - row) * sizeof *made);
-        panel_8_bits(x, (const uint8_t *)a->down + (mine * each + first / FACTORS) * bytes, row, end - row, made);
+        const uint8_t *panel = (const uint8_t *)a->down + (mine * each + first / FACTORS) * bytes;
+        multiply_panel(Q8_0, x, panel, row, end - row, made);
         for (int64_t r = row; r < end; r++) {
             float *u = made[r - row];
             storef(u, loadf(u) * splat(a->scales[mine]));

@@ -170,13 +170,13 @@ static void cap_scores(float *s, int64_t low, int64_t count, float scale, float 
     for (int64_t j = low / LANES * LANES; j < count; j += LANES) storef(s + j, soft_capped(loadf(s + j), cap, factor));
 }
 static float weigh(const Tile *t, float *scores, int64_t low, int64_t count, float *top) {
+    const int half = t->a->kv_type == HALF;
+    float scale = half ? t->scale : 1;
     if (t->a->cap) {
-        const int half = t->a->kv_type == HALF;
-        cap_scores(scores, low, count, half ? t->scale : 1, (float)t->a->cap * 1.44269504f);
-        return half ? softmax(scores, low, count, top, 1, 1) : softmax(scores, low, count, top, 1, 0);
+        cap_scores(scores, low, count, scale, (float)t->a->cap * 1.44269504f);
+        scale = 1;
     }
-    if (t->a->kv_type == HALF) return softmax(scores, low, count, top, t->scale, 1);
-    return softmax(scores, low, count, top, 1, 0);
+    return half ? softmax(scores, low, count, top, scale, 1) : softmax(scores, low, count, top, 1, 0);
 }
 static void add_values(const Tile *t, const char *const *at, const char *const *after, int64_t chunk, int64_t from,
                        int64_t end, int64_t r, int64_t last) {

@@ -30,11 +30,6 @@ INLINE pi ints_at(const int32_t *p) {
     memcpy(&v, p, sizeof v);
     return v;
 }
-INLINE vf to_float(vi v) {
-    Parted x = {.i = v};
-    EACH_REGISTER x.floats[c] = __builtin_convertvector(x.ints[c], pf);
-    return x.f;
-}
 
 /* The greatest size of x[0, count), a multiple of 16; no number where one is none. */
 static float greatest(const float *x, int64_t count) {
@@ -193,13 +188,7 @@ void round_weights(const Tile *t, int64_t r, int64_t chunk, int64_t low, int64_t
 /* 16 codes as integers. */
 INLINE vi bytes_at(const char *p) {
     Parted x;
-#if PART == 16
-    x.ints[0] = (pi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
-#elif PART == 8 && defined(__AVX2__)
-    EACH_REGISTER x.ints[c] = (pi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8 * c)));
-#else
-    for (int i = 0; i < LANES; i++) x.i[i] = (int8_t)p[i];
-#endif
+    EACH_REGISTER x.ints[c] = from_signed(p + PART * c);
     return x.i;
 }
 /* Values of two keys next to each other as pairs, [elements]; second: or NULL, zeros. */
@@ -255,8 +244,9 @@ void add_values_8(const Tile *t, const char *const *at, const char *const *after
 }
 void values_to_floats(const Tile *t) {
     for (int64_t r = 0; r < t->rows; r++)
-        for (int64_t c = 0; c < t->a->padded; c += LANES) {
+        for (int64_t c = 0; c < t->a->padded; c += PART) {
             float *at = t->part.values + r * t->a->padded + c;
-            storef(at, to_float((vi)loadf(at)) * splat(t->factors[r]));
+            const pf value = __builtin_convertvector(ints_at((const int32_t *)at), pf) * (t->factors[r] - (pf){0});
+            memcpy(at, &value, sizeof value);
         }
 }

@@ -195,11 +195,8 @@ INLINE void panel_of(const int64_t type, const Rounded *x, const uint8_t *at, in
         panel_of(type, x, at, row, rows, sums);                                              \
     }
 EACH_TYPE(OF_TYPE)
-void panel_8_bits(const Rounded *x, const uint8_t *at, int64_t row, int64_t rows, float (*sums)[PANEL_OUTPUTS]) {
-    panel_Q8_0(x, at, row, rows, sums);
-}
-static void panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
-                  float (*sums)[PANEL_OUTPUTS]) {
+void multiply_panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
+                    float (*sums)[PANEL_OUTPUTS]) {
 #define PANEL_CASE(type) \
     case type: panel_##type(x, at, row, rows, sums); break;
     switch (type) { EACH_TYPE(PANEL_CASE) }
@@ -270,7 +267,7 @@ void multiply_blocks(const Product *p, int64_t from, int64_t to) {
                 const int64_t rows = least(p->rows - row, TILE);
                 float sums[TILE][PANEL_OUTPUTS];
                 memset(sums, 0, (size_t)rows * sizeof *sums);
-                panel(part.type, &p->rounded, at, row, rows, sums);
+                multiply_panel(part.type, &p->rounded, at, row, rows, sums);
                 put(p, sums, row, rows, output, count);
             }
         }

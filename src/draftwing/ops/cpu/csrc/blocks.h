@@ -78,8 +78,9 @@ INLINE float from_half(uint16_t h) {
     return x.value;
 }
 
-/* Adds to sums[row][16] the products of rows [row, row + rows), up to 32, with a panel of Q8_0; in block_gemm.c. */
-HIDDEN void panel_8_bits(const Rounded *x, const uint8_t *at, int64_t row, int64_t rows, float (*sums)[PANEL_OUTPUTS]);
+/* Adds to sums[row][16] the products of rows [row, row + rows), up to 32, with a panel; in block_gemm.c. */
+HIDDEN void multiply_panel(int64_t type, const Rounded *x, const uint8_t *at, int64_t row, int64_t rows,
+                           float (*sums)[PANEL_OUTPUTS]);
 
 /* Part of a weight: outputs [first, first + outputs), in panels of one kind; the last may be filled up. */
 typedef struct {

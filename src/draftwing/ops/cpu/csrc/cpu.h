@@ -41,6 +41,7 @@ typedef float pf __attribute__((vector_size(4 * PART)));
 typedef uint32_t pu __attribute__((vector_size(4 * PART)));
 typedef int32_t pi __attribute__((vector_size(4 * PART)));
 typedef uint16_t ph __attribute__((vector_size(2 * PART)));
+typedef int8_t pb __attribute__((vector_size(PART)));
 #if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -135,6 +136,18 @@ INLINE vf rounded(vf v, int half) { return half ? widen(narrow(v)) : v; }
 /* The same of two types, of which the second is in bfloat16 where the first is. */
 #define BY_HALVES(half, second, f, ...) ((half) ? f(__VA_ARGS__, 1, 1) : BY_HALF(second, f, __VA_ARGS__, 0))
 
+/* PART bytes with a sign as whole numbers. GCC 12 would move them one by one for `__builtin_convertvector`. */
+INLINE pi from_signed(const void *p) {
+#if PART == 16
+    return (pi)_mm512_cvtepi8_epi32(_mm_loadu_si128(p));
+#elif defined(__AVX2__)
+    return (pi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(p));
+#else
+    pb v;
+    memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, pi);
+#endif
+}
 INLINE pf part_at(const float *p) {
     pf v;
     memcpy(&v, p, sizeof v);
@@ -217,6 +230,15 @@ INLINE float sum_lanes(vf v) {
 #endif
     memcpy(s, &quarter, sizeof s);
     return (s[0] + s[2]) + (s[1] + s[3]);
+}
+
+/* The sum of the products of `size` elements of x and w, from `x_at` and `w_at` on. */
+INLINE float dot_of(const void *x, int64_t x_at, const int x_half, const void *w, int64_t w_at, const int w_half,
+                    int64_t size) {
+    vf sum = {0};
+    for (int64_t c = 0; c < size; c += LANES)
+        sum += load(x, x_at + c, size - c, x_half) * load(w, w_at + c, size - c, w_half);
+    return sum_lanes(sum);
 }
 
 /* x * y + z, rounded once. Where no instruction does it: of numbers as doubles the product is exact, and a sum that is

@@ -58,7 +58,8 @@ typedef struct {
     void *out;
     const void *qkv, *z, *b, *a;
     int64_t qkv_stride, z_stride, b_stride, a_stride;
-    const float *conv, *decay, *dt_bias, *norm, *conv_bias, *skip;
+    const float *conv; /* [width, channels] */
+    const float *decay, *dt_bias, *norm, *conv_bias, *skip;
     float *state;
     char *windows, *inputs; /* `LayerStates.conv` and `.inputs` */
     float *gates;
@@ -75,7 +76,7 @@ typedef struct {
 typedef struct {
     Token *tokens;
     int64_t *parent, *child, *sibling, *place, *at; /* of a tree's queries; at: by node */
-    float *taps, *q, *k, *v, *o, *g, *beta, *dot, *buffers;
+    float *q, *k, *v, *o, *g, *beta, *dot, *buffers;
     float *gq, *gk; /* of a head: queries and keys by g, which is of channels */
     int64_t end;    /* bytes */
 } Spare;
@@ -100,7 +101,6 @@ static Spare spare_of(const Net *j, char *memory) {
     s.sibling = (int64_t *)piece(&at, queries * 8);
     s.place = (int64_t *)piece(&at, queries * 8);
     s.at = (int64_t *)piece(&at, j->nodes * 8);
-    s.taps = (float *)piece(&at, MOST_TAPS * (2 * dk + group * dv) * 4);
     s.q = (float *)piece(&at, most * dk * 4);
     s.k = (float *)piece(&at, most * dk * 4);
     s.v = (float *)piece(&at, most * group * dv * 4);
@@ -229,32 +229,6 @@ static int64_t chunk_tokens(const Net *j, const Spare *s, int64_t chunk, int64_t
 
 /* -- convolution, gates -------------------------------------------------------------------------------------------- */
 
-#if PART == 16
-#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
-#elif PART == 8
-#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
-#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
-#else
-#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6)
-#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7)
-#endif
-/* Rows of the convolution's weight as [width, rows]: to + tap * stride. */
-static void turn_taps(const Net *j, float *to, int64_t stride, int64_t first, int64_t count) {
-    const float *from = j->conv + first * j->width;
-    if (j->width != 4) {
-        for (int64_t c = 0; c < count; c++)
-            for (int64_t t = 0; t < j->width; t++) to[t * stride + c] = from[c * j->width + t];
-        return;
-    }
-    for (int64_t c = 0; c < count; c += PART, from += 4 * PART) {
-        const pf a = part_at(from), b = part_at(from + PART), d = part_at(from + 2 * PART),
-                 e = part_at(from + 3 * PART);
-        const pf even[2] = {EVEN(a, b), EVEN(d, e)}, odd[2] = {ODD(a, b), ODD(d, e)};
-        const pf taps[4] = {EVEN(even[0], even[1]), EVEN(odd[0], odd[1]), ODD(even[0], even[1]), ODD(odd[0], odd[1])};
-        for (int t = 0; t < 4; t++) memcpy(to + t * stride + c, &taps[t], sizeof taps[t]);
-    }
-}
 INLINE void convolve(const Token *token, const float *taps, const float *bias, int64_t stride, int64_t first,
                      int64_t count, float *to, const int64_t width, const int half) {
     for (int64_t c = 0; c < count; c += LANES) {
@@ -264,12 +238,11 @@ INLINE void convolve(const Token *token, const float *taps, const float *bias, i
         storef(to + c, silu(bias ? sum + loadf(bias + c) : sum));
     }
 }
-static void convolved(const Net *j, const Token *token, const float *taps, int64_t stride, int64_t first, int64_t count,
-                      float *to) {
-    const float *bias = j->conv_bias ? j->conv_bias + first : NULL;
-    if (j->half && j->width == 4) convolve(token, taps, bias, stride, first, count, to, 4, 1);
-    else if (j->half) convolve(token, taps, bias, stride, first, count, to, j->width, 1);
-    else convolve(token, taps, bias, stride, first, count, to, j->width, 0);
+static void convolved(const Net *j, const Token *token, int64_t first, int64_t count, float *to) {
+    const float *taps = j->conv + first, *bias = j->conv_bias ? j->conv_bias + first : NULL;
+    if (j->half && j->width == 4) convolve(token, taps, bias, j->channels, first, count, to, 4, 1);
+    else if (j->half) convolve(token, taps, bias, j->channels, first, count, to, j->width, 1);
+    else convolve(token, taps, bias, j->channels, first, count, to, j->width, 0);
 }
 static void scale_unit(float *x, int64_t size, float scale) {
     vf squares = {0};
@@ -292,12 +265,12 @@ INLINE int64_t head_of(const Net *j, const Unit *u, int64_t h) {
 
 /* What a unit does with channels, stretch by stretch: those of its key head's queries and keys, and of its values. */
 typedef struct {
-    int64_t first, size, at; /* at: in `taps` */
+    int64_t first, size;
 } Stretch;
 INLINE Stretch stretch_of(const Net *j, const Unit *u, int64_t i) {
     const int64_t dk = j->key_dim, dv = j->value_dim, keys = j->key_heads * dk;
-    if (i < 2) return (Stretch){i * keys + u->key * dk, dk, i * dk};
-    return (Stretch){2 * keys + head_of(j, u, i - 2) * dv, dv, 2 * dk + (i - 2) * dv};
+    if (i < 2) return (Stretch){i * keys + u->key * dk, dk};
+    return (Stretch){2 * keys + head_of(j, u, i - 2) * dv, dv};
 }
 
 /* No hardware foresees what lies a row of all heads further on. */
@@ -306,7 +279,7 @@ INLINE void bring(const void *at, int64_t bytes) {
 }
 
 static void make_ready(const Net *j, const Spare *s, const Unit *u) {
-    const int64_t dk = j->key_dim, dv = j->value_dim, stride = 2 * dk + j->group * dv;
+    const int64_t dk = j->key_dim, dv = j->value_dim;
     const float scale = 1.0f / sqrtf((float)dk);
     for (int64_t i = 0; i < u->count; i++) {
         const Token *token = &s->tokens[i];
@@ -318,7 +291,7 @@ static void make_ready(const Net *j, const Spare *s, const Unit *u) {
                 const void *later = s->tokens[i + AHEAD].taps[j->width - 1];
                 bring((const char *)later + of.first * j->bytes, of.size * j->bytes);
             }
-            convolved(j, token, s->taps + of.at, stride, of.first, of.size, to);
+            convolved(j, token, of.first, of.size, to);
         }
         if (j->corrects) scale_unit(k, dk, 1.0f);
         if (token->query < 0) continue;
@@ -539,11 +512,6 @@ static Ahead states_of(const Net *j, const Unit *u, int64_t h) {
 }
 static void run_tokens(const Net *j, const Spare *s, Unit *u, const Unit *then) {
     const int64_t dv = j->value_dim;
-    const int64_t stride = 2 * j->key_dim + j->group * dv;
-    for (int64_t i = 0; i < 2 + j->group; i++) {
-        const Stretch of = stretch_of(j, u, i);
-        turn_taps(j, s->taps + of.at, stride, of.first, of.size);
-    }
     make_ready(j, s, u);
     write_inputs(j, s, u);
     for (int64_t h = 0; h < j->group; h++) {

@@ -14,9 +14,8 @@
 #endif
 
 typedef uint8_t vb __attribute__((vector_size(4 * PART)));
-typedef int32_t vn __attribute__((vector_size(4 * PART)));
+typedef pi vn;
 typedef uint8_t few_bytes __attribute__((vector_size(PART)));
-typedef int8_t few_signed __attribute__((vector_size(PART)));
 
 INLINE vb bytes_at(const uint8_t *p) {
     vb v;
@@ -24,7 +23,7 @@ INLINE vb bytes_at(const uint8_t *p) {
     return v;
 }
 INLINE pf floats_of(vn v) { return __builtin_convertvector(v, pf); }
-/* PART bytes as whole numbers. GCC 12 would move them one by one for `__builtin_convertvector`. */
+/* PART bytes as whole numbers, as `from_signed`. */
 INLINE vn from_bytes(const uint8_t *p) {
 #if PART == 16
     return (vn)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p));
@@ -32,17 +31,6 @@ INLINE vn from_bytes(const uint8_t *p) {
     return (vn)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p));
 #else
     few_bytes v;
-    memcpy(&v, p, sizeof v);
-    return __builtin_convertvector(v, vn);
-#endif
-}
-INLINE vn from_signed(const uint8_t *p) {
-#if PART == 16
-    return (vn)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p));
-#elif defined(__AVX2__)
-    return (vn)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p));
-#else
-    few_signed v;
     memcpy(&v, p, sizeof v);
     return __builtin_convertvector(v, vn);
 #endif

@@ -213,28 +213,17 @@ static Product product_with(const Mixture *j, const int64_t *weight, const Round
                      .outputs = outputs,
                      .half = j->half};
 }
-/* Inner elements [from, to) of an expert's pairs, multiples of UNIT; of experts without gates. */
-static void up_alone_part(const Mixture *j, const Group *g, int64_t from, int64_t to) {
-    const int64_t ffn = j->ffn, width = j->half ? 2 : 4;
-    char *up = j->gate_up + g->first * ffn * width, *gated = j->gated + g->first * ffn * width;
-    const Product p = product_with(j, j->weights + 4 * g->expert, &g->x, up, ffn);
-    multiply_blocks(&p, from, to);
-    const Rows ups = {.out = gated, .x = up, .size = ffn, .half = j->half};
-    for (int64_t i = 0; i < g->rows; i++) {
-        ungated_part(&ups, i, from, to);
-        round_part(&g->gated, gated, i, from, to, j->half);
-    }
-}
-/* The same with gates. */
+/* Inner elements [from, to) of an expert's pairs, multiples of UNIT. */
 static void up_part(const Mixture *j, const Group *g, int64_t from, int64_t to) {
-    const int64_t ffn = j->ffn, width = j->half ? 2 : 4;
-    char *gate_up = j->gate_up + g->first * 2 * ffn * width, *gated = j->gated + g->first * ffn * width;
-    const Product p = product_with(j, j->weights + 4 * g->expert, &g->x, gate_up, 2 * ffn);
+    const int has_gates = j->activation != RELU2;
+    const int64_t ffn = j->ffn, outputs = has_gates ? 2 * ffn : ffn, width = j->half ? 2 : 4;
+    char *made = j->gate_up + g->first * outputs * width, *gated = j->gated + g->first * ffn * width;
+    const Product p = product_with(j, j->weights + 4 * g->expert, &g->x, made, outputs);
+    const Rows rows = {.out = gated, .x = made, .size = ffn, .half = j->half, .gelu = j->activation == GELU, .cap = j->limit};
     multiply_blocks(&p, from, to);
-    multiply_blocks(&p, ffn + from, ffn + to);
-    const Rows gates = {.out = gated, .x = gate_up, .size = ffn, .half = j->half, .gelu = j->activation == GELU, .cap = j->limit};
+    if (has_gates) multiply_blocks(&p, ffn + from, ffn + to);
     for (int64_t i = 0; i < g->rows; i++) {
-        silu_part(&gates, i, from, to);
+        (has_gates ? silu_part : ungated_part)(&rows, i, from, to);
         round_part(&g->gated, gated, i, from, to, j->half);
     }
 }
@@ -304,7 +293,7 @@ static void some_of_mixture(void *data) {
         }
         meet(&me, &nothing);
     }
-    each_unit(j, &me, &j->next_up, j->ffn, j->activation == RELU2 ? up_alone_part : up_part);
+    each_unit(j, &me, &j->next_up, j->ffn, up_part);
     meet(&me, &nothing);
     each_unit(j, &me, &j->next_down, hidden, down_part);
     meet(&me, &nothing);

@@ -68,12 +68,8 @@ static void pairs(int64_t *n) {
             const vf gate = load(POINTER(n[5]), row * rank + r, rank - r, half);
             store(gated, r, rank - r, 0, load(POINTER(n[6]), above[node] * rank + r, rank - r, half) * gate);
         }
-        for (int64_t i = 0; i < count; i++) {
-            vf sum = {0};
-            for (int64_t r = 0; r < rank; r += LANES)
-                sum += load(gated, r, rank - r, 0) * load(POINTER(n[7]), known[i] * rank + r, rank - r, half);
-            scores[i] = likely[i] + sum_lanes(sum);
-        }
+        for (int64_t i = 0; i < count; i++)
+            scores[i] = likely[i] + dot_of(gated, 0, 0, POINTER(n[7]), known[i] * rank, half, rank);
         const float shift = log_sum(likely, count) - log_sum(scores, count);
         best_first(scores, count, chosen, ids);
         for (int64_t k = 0; k < chosen; k++) best[k] = scores[ids[k]] + shift, ids[k] = known[ids[k]];

@@ -396,12 +396,7 @@ static void confident(int64_t *n) {
     const int64_t batch = n[4], nodes = n[5], size = n[8], half = n[9];
     const float *weight = POINTER(n[10]), *added = POINTER(n[11]);
     float *odds = POINTER(n[12]), *depth = odds + n[7] * batch, *best = depth + nodes;
-    for (int64_t i = 0; i < n[7] * batch; i++) {
-        vf sum = {0};
-        for (int64_t c = 0; c < size; c += LANES)
-            sum += load(POINTER(n[6]), i * size + c, size - c, (int)half) * load(weight, c, size - c, 0);
-        odds[i] = sum_lanes(sum);
-    }
+    for (int64_t i = 0; i < n[7] * batch; i++) odds[i] = dot_of(POINTER(n[6]), i * size, (int)half, weight, 0, 0, size);
     for (int64_t b = 0; b < batch; b++) {
         const int64_t first = b * nodes, *parent = (int64_t *)POINTER(n[2]) + first;
         const int64_t *grade = (int64_t *)POINTER(n[1]) + first, *tokens = (int64_t *)POINTER(n[3]) + first;
@@ -440,16 +435,6 @@ static void fuse(int64_t *n) {
 
 /* -- the logits of a few candidates -------------------------------------------------------------------------------- */
 
-INLINE float dot(const void *x, int64_t at, const void *weight, int64_t row, int64_t size, const int half) {
-    vf sum = {0};
-    for (int64_t c = 0; c < size; c += LANES)
-        sum += load(x, at + c, size - c, half) * load(weight, row * size + c, size - c, half);
-    return sum_lanes(sum);
-}
-static float dot_any(const void *x, int64_t at, const void *weight, int64_t row, int64_t size, int64_t half) {
-    return half ? dot(x, at, weight, row, size, 1) : dot(x, at, weight, row, size, 0);
-}
-
 #define AHEAD 3 /* rows that are fetched before they are needed: they lie anywhere */
 
 /* out [rows, count], hidden [rows, size], weight [vocab, size], ids [rows, count], rows, count, size, half */
@@ -461,7 +446,10 @@ static void exact_logits(int64_t *n) {
         if (i + AHEAD < all)
             for (int64_t c = 0; c < bytes; c += 64)
                 __builtin_prefetch((char *)POINTER(n[2]) + ids[i + AHEAD] * bytes + c);
-        if (i >= 0) out[i] = dot_any(POINTER(n[1]), i / n[5] * size, POINTER(n[2]), ids[i], size, n[7]);
+        if (i < 0) continue;
+        const int64_t x_at = i / n[5] * size, w_at = ids[i] * size;
+        out[i] = n[7] ? dot_of(POINTER(n[1]), x_at, 1, POINTER(n[2]), w_at, 1, size)
+                      : dot_of(POINTER(n[1]), x_at, 0, POINTER(n[2]), w_at, 0, size);
     }
     TAKE_GIL
 }
