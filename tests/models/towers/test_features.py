@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from image_models import KINDS, PAD, encoded, features, picture, reference, write_model
+from torch import Tensor
 
 from draftwing.errors import CheckpointError
 from draftwing.images.processing import Tile
@@ -52,6 +54,24 @@ def shown(folder: Path, tower: Tower, *sizes: tuple[int, int], text: tuple[int, 
     counts = [sum(isinstance(piece, Tile) for piece in every) for every in pieces]
     ids = [*text, *(one for count in counts for one in (5, *[PAD] * count, 6))]
     return list(placed(ids, Prompt("", pieces), processor)[1])
+
+
+@torch.inference_mode()
+def test_what_is_left_between_layers_has_no_pixels(tower: Tower) -> None:
+    """Others' steps run meanwhile, and need the memory."""
+    side = tower.config.least_side
+    pixels = torch.zeros(side, side, 3, dtype=torch.uint8)
+    before = set(map(id, floats(pixels.numel())))
+    parts = tower.parts(pixels, 0)
+    assert isinstance(next(parts), int)
+    assert not [one for one in floats(pixels.numel()) if id(one) not in before]
+    parts.close()  # type: ignore[attr-defined]  # until here it kept what it had
+
+
+def floats(count: int) -> list[Tensor]:
+    """Returns all tensors of so many numbers in float32 that anything holds."""
+    every = [one for one in gc.get_objects() if type(one) is Tensor]
+    return [one for one in every if one.numel() == count and one.dtype == torch.float32]
 
 
 @torch.inference_mode()

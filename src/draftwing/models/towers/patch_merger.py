@@ -110,8 +110,10 @@ class PatchMergerTower(TowerModule):
         patches = self._in_blocks(patches.permute(0, 2, 4, 1, 3).flatten(2))  # [N, 3 * patch * patch]
         dtype = self.pos_embed.weight.dtype
         patches = patches.to(dtype)
+        del pixels  # what is left is kept while others' steps run
         yield from self.pause(len(patches))
         x = yield from self.by_rows(self.patch_embed, patches, config.hidden * patches.shape[1])
+        del patches
         yield from self.pause(len(x))
         x = x + self._positions(rows, columns).to(dtype)
         yield from self.pause(len(x))

@@ -97,6 +97,7 @@ class PooledTower(TowerModule):
         patches = pixels.unflatten(0, (rows, -1)).unflatten(2, (columns, -1)).transpose(1, 2)  # [R, C, patch, patch, 3]
         patches = 2 * (patches.flatten(2).flatten(0, 1) - 0.5)
         x = self.patch_embedder(patches, rows, columns)
+        del pixels, patches  # what is left is kept while others' steps run
         turn = _Turn.of(rows, columns, config, x)
         for layer in cast(nn.ModuleList, self.encoder["layers"]):
             x = yield from self.through(cast(_Layer, layer), x, turn)
