@@ -57,9 +57,9 @@ class CpuExpansionOps(ExpansionOps):
         batch, rows, prefix = rows.shape[0], rows.contiguous(), prefix.contiguous()
         ids, positions, write_slots = ints(batch * width), ints(batch * width), ints(batch * width)
         path_len, path = ints(batch, width), ints(batch, width, width)
-        self.raw.chain(
-            table.tokens, table.page_table, table.page_table.shape[1], rows, prefix, batch, width, ids, positions,
-            write_slots, path_len, path,
+        self.raw.line(
+            table.tokens, table.page_table, table.length, None, None, rows, batch, width, 0, ids, positions,
+            write_slots, prefix, path, path_len,
         )  # fmt: skip
         return Chain(ids, positions, write_slots, path, path_len)
 
@@ -97,9 +97,7 @@ class CpuExpansionOps(ExpansionOps):
             ints(batch * width), ints(batch * width), ints(batch * width), ints(batch), ints(batch, width, width),
             ints(batch, width),
         )  # fmt: skip
-        self.raw.block(
-            table.page_table, table.page_table.shape[1], table.kv_len, table.last, rows, batch, width, mask, *found
-        )
+        self.raw.line(None, table.page_table, table.length, table.kv_len, table.last, rows, batch, width, mask, *found)
         return found
 
     def windowed(
@@ -142,7 +140,7 @@ class CpuExpansionOps(ExpansionOps):
         ids, logp = self.top_tokens(logits, rows.shape[0], topk, key, target_ids)
         if target_ids is not None:
             assert target_ids.is_contiguous()
-            self.raw.rename(ids, ids.numel(), target_ids)
+            self.raw.row_numbers(ids, target_ids, ids, ids.numel(), 1, None)
         return Continuations(ids, logp)
 
     def pair_continuations(

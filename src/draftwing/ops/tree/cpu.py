@@ -25,9 +25,12 @@ class CpuTreeOps(InC, TreeOps):
 
     def plain_inputs(self, table: RowTensors, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows, batch = rows.contiguous(), rows.shape[0]
-        found = ints(batch), ints(batch), ints(batch)
-        self.raw.plain_inputs(rows, batch, table.page_table, table.kv_len, table.last, table.length, *found)
-        return found
+        ids, positions, slots, path = ints(batch), ints(batch), ints(batch), ints(batch)
+        self.raw.line(  # of one token: its position is how many are before it, and nobody reads of its path
+            None, table.page_table, table.length, table.kv_len, table.last, rows, batch, 1, 0, ids, positions, slots,
+            positions, path, path,
+        )  # fmt: skip
+        return ids, positions, slots
 
     def tree_inputs(self, table: RowTensors, rows: Tensor, draft: Draft, depth_max: int) -> tuple[Tree, TargetInputs]:
         batch, nodes = draft.parent.shape

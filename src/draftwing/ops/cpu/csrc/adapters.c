@@ -108,9 +108,8 @@ static void add_some(const Adapted *a, void *y, int64_t y_at, int64_t slot, cons
     }
 }
 
-/* Of a matrix: units of `down` with some rows. */
-static int64_t units_of(const Adapted *a) {
-    return a->slices * (a->type == IN_8_BITS ? a->rank / 16 : (a->rank + DOTS - 1) / DOTS);
+int64_t adapter_units(const Adapted *a) {
+    return a ? a->slices * (a->type == IN_8_BITS ? a->rank / 16 : (a->rank + DOTS - 1) / DOTS) : 0;
 }
 /* Unit `unit` of them, of rows from `from` on, up to ROWS. sums: see `down_8_bits`. */
 static void down_rows(const Adapted *a, const Adapting *of, int64_t x_stride, int64_t unit, int64_t from, float *sums) {
@@ -144,12 +143,11 @@ Ahead adapter_ahead(const Adapted *a, const int64_t *slots, int64_t rows, const 
     if (!a || row == rows) return (Ahead){0};
     for (int64_t slice = 0; slice < a->slices; slice++)
         if (a->ranks[(slots[row] - 1) * a->slices + slice] < a->rank) return (Ahead){0};
-    if (a->type == IN_8_BITS) bytes = units_of(a) * panel_bytes(kind_of(Q8_0), a->inputs);
+    if (a->type == IN_8_BITS) bytes = adapter_units(a) * panel_bytes(kind_of(Q8_0), a->inputs);
     else bytes = a->slices * a->rank * a->inputs * (a->type == IN_HALF ? 2 : 4);
     const char *at = (const char *)a->down + (slots[row] - 1) * bytes;
     return (Ahead){at + share(me, bytes / 64, 0) * 64, at + share(me, bytes / 64, 1) * 64};
 }
-int64_t adapter_units(const Adapted *a) { return a ? units_of(a) : 0; }
 void adapter_down(const Adapted *a, const Adapting *of, int64_t unit) {
     for (int64_t row = 0; row < of->rows; row += ROWS) down_rows(a, of, a->inputs, unit, row, NULL);
 }
@@ -159,7 +157,7 @@ void adapter_up(const Adapted *a, const Adapting *of, void *y, int64_t from, int
 
 /* Unit: some rows of `down` with some rows of x. */
 static void some_down(const Adapters *j, int64_t number) {
-    const int64_t each = units_of(&j->of);
+    const int64_t each = adapter_units(&j->of);
     down_rows(&j->of, &j->with, j->x_stride, number % each, number / each * ROWS, j->parts & 2 ? NULL : j->between);
 }
 /* Unit: some outputs of some rows. */
@@ -173,8 +171,8 @@ static void round_rows(const Adapters *j, const Member *me, Ahead *next) {
     for (int64_t row = share(me, j->rows, 0); row < share(me, j->rows, 1); row++) {
         const char *x = j->x + row * (j->x_stride - a->inputs) * (j->half ? 2 : 4);
         if (j->parts & 1) round_part(&j->rounded, x, row, 0, a->inputs, j->half);
-        for (int64_t i = 0; !(j->parts & 1) && i < units_of(a); i++)
-            round_sums(j->small + i * j->rows + row, j->between + (row * units_of(a) + i) * 16);
+        for (int64_t i = 0; !(j->parts & 1) && i < adapter_units(a); i++)
+            round_sums(j->small + i * j->rows + row, j->between + (row * adapter_units(a) + i) * 16);
     }
     meet(me, next);
 }
@@ -186,7 +184,7 @@ static void some_adapters(void *data) {
     Ahead nothing = {0};
     if (j->of.type == IN_8_BITS) round_rows(j, &me, &nothing);
     if (j->parts & 1) {
-        for (Shares s = shares_of(&me, blocks * units_of(&j->of), j->taken); take_units(&s);)
+        for (Shares s = shares_of(&me, blocks * adapter_units(&j->of), j->taken); take_units(&s);)
             for (int64_t unit = s.from; unit < s.to; unit++) some_down(j, unit);
         meet(&me, &nothing);
     }

@@ -21,8 +21,8 @@ INLINE void nibbles(uint8_t *q, const uint8_t *from) {
     }
 }
 INLINE void fifth_bits(uint8_t *q, const uint8_t *from) {
-    const uint32_t bits =
-        (uint32_t)from[0] | (uint32_t)from[1] << 8 | (uint32_t)from[2] << 16 | (uint32_t)from[3] << 24;
+    uint32_t bits;
+    memcpy(&bits, from, sizeof bits);
     for (int i = 0; i < BLOCK; i++) q[i] |= (uint8_t)((bits >> i & 1) << 4);
 }
 /* The scale and min of block j of a Q4_K or Q5_K super-block, 6 bits each, in 12 bytes. */
@@ -32,22 +32,18 @@ INLINE void six_bits(Values *v, const uint8_t *s, int64_t j) {
 }
 /* Block j of a super-block that is stored at `at`; of a type without them j is 0. */
 INLINE Values values_of(const int64_t type, const uint8_t *at, int64_t j) {
+    const Kind k = kind_of(type);
     Values v = {.half_scale = half_at(at)};
     const uint8_t *low, *high;
+    if (k.min) v.half_min = half_at(at + 2);
     switch (type) {
-    case Q4_0: nibbles(v.q, at + 2); break;
+    case Q4_0:
     case Q4_1:
-        v.half_min = half_at(at + 2);
-        nibbles(v.q, at + 4);
-        break;
     case Q5_0:
-        nibbles(v.q, at + 6);
-        fifth_bits(v.q, at + 2);
-        break;
     case Q5_1:
-        v.half_min = half_at(at + 2);
-        nibbles(v.q, at + 8);
-        fifth_bits(v.q, at + 4);
+        low = at + (k.min ? 4 : 2);
+        nibbles(v.q, k.high ? low + 4 : low);
+        if (k.high) fifth_bits(v.q, low);
         break;
     case Q8_0:
         for (int i = 0; i < BLOCK; i++) v.q[i] = at[2 + i] ^ 128;
@@ -58,7 +54,6 @@ INLINE Values values_of(const int64_t type, const uint8_t *at, int64_t j) {
         break;
     case Q4_K:
     case Q5_K:
-        v.half_min = half_at(at + 2);
         six_bits(&v, at + 4, j);
         low = at + (type == Q4_K ? 16 : 48) + j / 2 * 32;
         for (int i = 0; i < BLOCK; i++) v.q[i] = j % 2 ? low[i] >> 4 : low[i] & 15;
@@ -217,17 +212,14 @@ static uint16_t to_half(float value) { /* to the nearest and to even */
 }
 static void put_half(uint8_t *to, float value) {
     const uint16_t h = to_half(value);
-    to[0] = (uint8_t)h;
-    to[1] = (uint8_t)(h >> 8);
+    memcpy(to, &h, sizeof h);
 }
 
 /* Whether one of them is infinite or no number, which times 0 is not 0. */
 static int any_lost(const float *x, int64_t count) {
     vf sums = {0};
     for (int64_t i = 0; i < count; i += LANES) sums += loadf(x + i) * splat(0);
-    float sum = 0;
-    for (int l = 0; l < LANES; l++) sum += sums[l];
-    return sum != 0;
+    return sum_lanes(sums) != 0;
 }
 /* 0 where it may be infinite: as float16, such a scale is 0. */
 static float inverse_of(float scale) { return fabsf(scale) >= 0x1p-126f ? 1 / scale : 0; }

@@ -93,16 +93,8 @@ INLINE vf gelu_16(const vf x, const int exact) {
     const vf zero = {0};
     if (!exact) return gelu_by_tanh(x);
     const vf size = select_f(above(zero, x), -x, x), t = 1.0f / (1.0f + size * splat(0.353553391f));
-    vf p = splat(0.206196205f);
-    p = p * t + splat(-0.966409563f);
-    p = p * t + splat(1.63145094f);
-    p = p * t + splat(-0.954544767f);
-    p = p * t + splat(-0.157303727f);
-    p = p * t + splat(0.023973153f);
-    p = p * t + splat(0.0423512881f);
-    p = p * t + splat(0.559396797f);
-    p = p * t + splat(1.44053605f);
-    p = p * t + splat(-1.82564631f);
+    const vf p = POLYNOMIAL(t, 0.206196205f, -0.966409563f, 1.63145094f, -0.954544767f, -0.157303727f, 0.023973153f,
+                            0.0423512881f, 0.559396797f, 1.44053605f, -1.82564631f);
     const vf beyond = splat(0.5f) * t * exp2_16(p - x * x * splat(0.721347520f));
     return x * select_f(above(x, zero), 1.0f - beyond, beyond);
 }

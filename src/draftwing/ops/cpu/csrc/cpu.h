@@ -75,26 +75,17 @@ typedef union {
     ph parts[REGISTERS];
 } PartedHalf;
 
-INLINE vi above(vf a, vf b) {
-    Parted x = {.f = a}, y = {.f = b};
-    EACH_REGISTER x.ints[c] = x.floats[c] > y.floats[c];
-    return x.i;
-}
-INLINE vi at_least(vf a, vf b) {
-    Parted x = {.f = a}, y = {.f = b};
-    EACH_REGISTER x.ints[c] = x.floats[c] >= y.floats[c];
-    return x.i;
-}
-INLINE vi same(vf a, vf b) {
-    Parted x = {.f = a}, y = {.f = b};
-    EACH_REGISTER x.ints[c] = x.floats[c] == y.floats[c];
-    return x.i;
-}
-INLINE vi more(vi a, vi b) {
-    Parted x = {.i = a}, y = {.i = b};
-    EACH_REGISTER x.ints[c] = x.ints[c] > y.ints[c];
-    return x.i;
-}
+/* name(a, b): -1 where a is `compared` to b, else 0. */
+#define COMPARISON(name, vector, field, registers, compared) \
+    INLINE vi name(vector a, vector b) { \
+        Parted x = {.field = a}, y = {.field = b}; \
+        EACH_REGISTER x.ints[c] = x.registers[c] compared y.registers[c]; \
+        return x.i; \
+    }
+COMPARISON(above, vf, f, floats, >)
+COMPARISON(at_least, vf, f, floats, >=)
+COMPARISON(same, vf, f, floats, ==)
+COMPARISON(more, vi, i, ints, >)
 INLINE vi splat_int(int32_t x) { return x - (vi){0}; }
 INLINE vf larger(vf a, vf b) { return select_f(above(a, b), a, b); } /* b where either is no number */
 
@@ -277,6 +268,14 @@ INLINE vi nearest(vf x) {
     return (vi)(x + magic) - (vi)magic;
 }
 
+/* A polynomial by Horner's rule: factors from the highest power's down to the constant. */
+INLINE vf polynomial(vf x, const float *factors, const int count) {
+    vf p = splat(factors[0]);
+    EACH(i, count - 1) p = p * x + splat(factors[i + 1]);
+    return p;
+}
+#define POLYNOMIAL(x, ...) polynomial(x, (const float[]){__VA_ARGS__}, sizeof((float[]){__VA_ARGS__}) / sizeof(float))
+
 /* 2^x to 2 ulp; 0 below the normal numbers, so exactly 0 at -inf. x is at most 127. */
 INLINE vf exp2_16(vf x) {
     const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, in the low bits */
@@ -284,14 +283,8 @@ INLINE vf exp2_16(vf x) {
     vf y = select_f(normal, x, splat(0.0f));
     vf r = y + magic;
     vi n = (vi)r - (vi)magic;
-    vf f = y - (r - magic), p = splat(1.525273380e-5f); /* Taylor: ln(2)^k / k! */
-    p = p * f + splat(1.540353039e-4f);
-    p = p * f + splat(1.333355815e-3f);
-    p = p * f + splat(9.618129108e-3f);
-    p = p * f + splat(5.550410866e-2f);
-    p = p * f + splat(2.402265070e-1f);
-    p = p * f + splat(6.931471806e-1f);
-    p = p * f + splat(1.0f);
+    vf p = POLYNOMIAL(y - (r - magic), 1.525273380e-5f, 1.540353039e-4f, 1.333355815e-3f, 9.618129108e-3f, 5.550410866e-2f,
+                      2.402265070e-1f, 6.931471806e-1f, 1.0f); /* Taylor: ln(2)^k / k! */
     return select_f(normal, (vf)((vi)p + (n << 23)), splat(0.0f));
 }
 
@@ -300,9 +293,7 @@ INLINE vf log16(vf x) {
     const int32_t root = 0x3f3504f3; /* sqrt(1/2) */
     vi e = ((vi)x - root) >> 23;
     vf m = (vf)((vi)x - (e << 23)) - 1.0f, s = m / (m + 2.0f), power = __builtin_convertvector(e, vf), q = s * s;
-    vf p = q * (1.0f / 9) + 1.0f / 7;
-    p = p * q + 1.0f / 5;
-    p = p * q + 1.0f / 3;
+    vf p = POLYNOMIAL(q, 1.0f / 9, 1.0f / 7, 1.0f / 5, 1.0f / 3);
     p = p * q * s * 2.0f + power * 1.42860677e-6f; /* ln 2 in two parts; the first times a power is exact */
     return (p + 2.0f * s) + power * 0.693145752f;
 }
@@ -317,12 +308,7 @@ INLINE vf exponential(vf x) { return exp2_16(x * splat(1.44269504f)); }
 INLINE vf softplus(vf x) {
     const vf positive = select_f(above(x, splat(0.0f)), x, splat(0.0f)), size = positive + (positive - x);
     const vf y = exponential(-size), s = y / (y + 2.0f), q = s * s;
-    vf p = q * (1.0f / 15) + 1.0f / 13;
-    p = p * q + 1.0f / 11;
-    p = p * q + 1.0f / 9;
-    p = p * q + 1.0f / 7;
-    p = p * q + 1.0f / 5;
-    p = p * q + 1.0f / 3;
+    const vf p = POLYNOMIAL(q, 1.0f / 15, 1.0f / 13, 1.0f / 11, 1.0f / 9, 1.0f / 7, 1.0f / 5, 1.0f / 3);
     return positive + 2.0f * (s + s * q * p);
 }
 INLINE vf silu(vf x) { return over_exp2(x, x * splat(-1.44269504f)); }
@@ -457,11 +443,13 @@ typedef struct {
 #define UP_TO(type, field) (int64_t)(offsetof(type, field) / sizeof(int64_t)) /* fields before it, each of 8 bytes */
 #define POINTER(x) ((void *)(intptr_t)(x))
 HIDDEN const Function *function_of(PyObject *function); /* NULL: it is none of the module's */
-HIDDEN extern Function row_functions[], layer_functions[], expert_functions[], product_functions[],
-    block_gemm_functions[], block_functions[], sampling_functions[], edit_functions[], simulate_functions[],
-    tree_functions[], assign_functions[], ngram_functions[], suffix_functions[], merge_functions[], head_functions[],
-    pair_functions[], delta_functions[], conv_functions[], attention_functions[], latent_functions[],
-    adapter_functions[], index_functions[];
+/* Lists of them, one of a file. */
+#define EACH_LIST(DO) \
+    DO(row) DO(layer) DO(expert) DO(product) DO(block_gemm) DO(block) DO(sampling) DO(edit) DO(simulate) DO(tree) \
+    DO(assign) DO(ngram) DO(suffix) DO(merge) DO(head) DO(pair) DO(delta) DO(conv) DO(attention) DO(latent) DO(adapter) \
+    DO(index)
+#define DECLARED(name) HIDDEN extern Function name##_functions[];
+EACH_LIST(DECLARED)
 HIDDEN PyObject *py_replay(PyObject *self, PyObject *const *args, Py_ssize_t given);       /* replay.c */
 HIDDEN PyObject *py_cpu_features(PyObject *self, PyObject *const *args, Py_ssize_t given); /* features.c */
 

@@ -40,13 +40,8 @@ const Function *function_of(PyObject *function) {
     return PyCapsule_GetPointer(PyCFunction_GetSelf(function), NULL);
 }
 
-static Function *const all[] = {
-    row_functions,     layer_functions,    expert_functions, product_functions,   block_gemm_functions,
-    block_functions,   sampling_functions, edit_functions,   simulate_functions,  tree_functions,
-    assign_functions,  ngram_functions,    suffix_functions, merge_functions,     head_functions,
-    pair_functions,    delta_functions,    conv_functions,   attention_functions, latent_functions,
-    adapter_functions, index_functions,
-};
+#define LISTED(name) name##_functions,
+static Function *const all[] = {EACH_LIST(LISTED)};
 static int add_functions(PyObject *module) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         for (Function *f = all[i]; f->name; f++) {

@@ -351,8 +351,9 @@ INLINE void draw_row(const Draw *d, int64_t i, int64_t at, uint32_t *scratch, co
     finish(&best, d->ids + i * d->count, d->noise + i * d->count);
     if (bad && d->count == 1) d->ids[i] |= NOT_FINITE; /* of several, `heaviest` sees it */
 }
-static APART void draw_float(const Draw *d, int64_t i, int64_t at, uint32_t *scratch) { draw_row(d, i, at, scratch, 0); }
-static APART void draw_half(const Draw *d, int64_t i, int64_t at, uint32_t *scratch) { draw_row(d, i, at, scratch, 1); }
+static APART void draw_node(const Draw *d, int64_t i, int64_t at, uint32_t *scratch, int64_t half) {
+    BY_HALF(half, draw_row, d, i, at, scratch);
+}
 
 /* -- logits of a row's own: with penalties and biases, then without what is banned ---------------------------------- */
 
@@ -386,7 +387,7 @@ static void draw_own(const Draw *d, int64_t i, Drawer *who, int is_banned, int h
     }
     for (int64_t k = 0; is_banned && k < d->bans; k++)
         if (d->ban_ids[row * d->bans + k] >= 0) x[d->ban_ids[row * d->bans + k]] = -INFINITY;
-    draw_float(&own, i, 0, who->scratch);
+    draw_node(&own, i, 0, who->scratch, 0);
     if (!has_edits) return;
     for (int64_t j = i * d->count; j < (i + 1) * d->count; j++)
         d->edit[j] = edit_of(d->edits, row, counts, d->ids[j] & TOKEN_PART);
@@ -403,8 +404,7 @@ static void draw_some(void *data) {
         const int has_edits = d->edits && (is_edited(d->edits, row) || repeats_cost(d->edits, row));
         for (int64_t j = i * d->count; d->edits && j < (i + 1) * d->count; j++) d->edit[j] = (Edit){1.0f, 0.0f};
         if (is_banned || has_edits) draw_own(d, i, &who, is_banned, has_edits);
-        else if (d->half) draw_half(d, i, i * d->vocab, who.scratch);
-        else draw_float(d, i, i * d->vocab, who.scratch);
+        else draw_node(d, i, i * d->vocab, who.scratch, d->half);
     }
 }
 

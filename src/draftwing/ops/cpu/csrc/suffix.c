@@ -33,6 +33,10 @@ typedef struct {
     int64_t image;         /* the token that stands for one, which follows nothing; -1: none does */
 } Trie;
 
+typedef struct {
+    int64_t *ways, check;
+} Bucket;
+
 /* First way of the bucket of a context, and the check of its ways. */
 INLINE int64_t *bucket_of(const Trie *t, int64_t length, uint64_t key, int64_t *check) {
     key *= FIRST;
@@ -46,14 +50,11 @@ INLINE int64_t *bucket_of(const Trie *t, int64_t length, uint64_t key, int64_t *
 /* -- insert: SuffixIndex.insert -------------------------------------------------------------------------------------- */
 
 /* The token moves to the front; what followed the context instead counts half. */
-static void learn(int64_t *ways, int64_t check, int64_t token) {
-    const int64_t name = check << TOKEN_BITS | token;
-    int64_t at = 0, count = 1;
+static void learn(const Bucket *bucket, int64_t token) {
+    const int64_t check = bucket->check, name = check << TOKEN_BITS | token;
+    int64_t *ways = bucket->ways, at = 0, count = 1;
     while (at < WAYS - 1 && (ways[at] & NAME) != name) at++;
-    if ((ways[at] & NAME) == name) {
-        count = (ways[at] >> NAME_BITS) + 1;
-        if (count > MOST) count = MOST;
-    }
+    if ((ways[at] & NAME) == name) count = least((ways[at] >> NAME_BITS) + 1, MOST);
     for (; at; at--) ways[at] = ways[at - 1];
     for (int64_t i = 1; i < WAYS; i++)
         if ((ways[i] >> TOKEN_BITS & CHECK) == check)
@@ -63,10 +64,8 @@ static void learn(int64_t *ways, int64_t check, int64_t token) {
 
 /* The contexts of one length that end before a token, of a row's own text and of its salt. */
 typedef struct {
-    uint64_t hash, oldest; /* oldest: BASE ^ (length - 1), the factor of its first token */
-    struct {
-        int64_t *ways, check;
-    } next[AHEAD + 1][2]; /* by token, in turn */
+    uint64_t hash, oldest;     /* oldest: BASE ^ (length - 1), the factor of its first token */
+    Bucket next[AHEAD + 1][2]; /* by token, in turn */
 } Window;
 
 static void insert_row(const Trie *t, int64_t row, int64_t prefix, int64_t count, int64_t shared, Window *windows) {
@@ -82,29 +81,21 @@ static void insert_row(const Trie *t, int64_t row, int64_t prefix, int64_t count
         window->hash = hash; /* of the context that ends at `prefix` */
     }
     for (int64_t at = prefix + 1; at < end + AHEAD; at++) { /* at: whose buckets are fetched; `now` is AHEAD behind */
-        if (at < end)
-            for (int64_t w = 0; w < t->count && t->lengths[w] <= at; w++) {
-                Window *window = windows + w;
-                for (int64_t s = 0; s <= shared; s++) {
-                    int64_t check, *ways = bucket_of(t, w, window->hash + (uint64_t)owner[s], &check);
-                    __builtin_prefetch(ways, 1, 2);
-                    window->next[at % (AHEAD + 1)][s].ways = ways, window->next[at % (AHEAD + 1)][s].check = check;
-                }
+        for (int64_t w = 0; w < t->count && at < end; w++) {
+            Window *window = windows + w;
+            const int64_t gone = at - t->lengths[w];
+            for (int64_t s = 0; s <= shared && gone >= 0; s++) {
+                Bucket *bucket = &window->next[at % (AHEAD + 1)][s];
+                bucket->ways = bucket_of(t, w, window->hash + (uint64_t)owner[s], &bucket->check);
+                __builtin_prefetch(bucket->ways, 1, 2);
             }
-        if (at < end)
-            for (int64_t w = 0; w < t->count; w++) {
-                Window *window = windows + w;
-                const int64_t gone = at - t->lengths[w];
-                const uint64_t first = gone < 0 ? 0 : (uint64_t)(text[gone] + 1);
-                window->hash = (window->hash - first * window->oldest) * BASE + (uint64_t)(text[at] + 1);
-            }
+            const uint64_t first = gone < 0 ? 0 : (uint64_t)(text[gone] + 1);
+            window->hash = (window->hash - first * window->oldest) * BASE + (uint64_t)(text[at] + 1);
+        }
         const int64_t now = at - AHEAD;
         if (now <= prefix || now >= end || text[now] == t->image) continue;
         for (int64_t w = 0; w < t->count && t->lengths[w] <= now; w++)
-            for (int64_t s = 0; s <= shared; s++) {
-                Window *window = windows + w;
-                learn(window->next[now % (AHEAD + 1)][s].ways, window->next[now % (AHEAD + 1)][s].check, text[now]);
-            }
+            for (int64_t s = 0; s <= shared; s++) learn(&windows[w].next[now % (AHEAD + 1)][s], text[now]);
     }
 }
 

@@ -162,15 +162,13 @@ static void learn(Workers *w, const Watched *call, int64_t threads) {
     if (w->fixed || !fine_clock) return;
     const int64_t now = clock_ns(CLOCK_MONOTONIC), took = now - call->begin - waited(call);
     const int64_t lost = call->away + most(now - call->end - GRACE, 0);
-    const int64_t gain = (took - lost) / threads, credit = w->credit + gain - lost;
-    w->credit = credit < CREDIT ? credit : CREDIT;
+    const int64_t gain = (took - lost) / threads;
+    w->credit = least(w->credit + gain - lost, CREDIT);
     w->saved += gain / 2 - lost; /* half: bound by memory, two threads are 1.3 times as fast */
     if (w->credit < 0) w->saved += (now - w->since) / PRICE;
-    if (w->saved > SAVED) w->saved = SAVED;
-    if (w->saved < -LONGEST / PRICE) w->saved = -LONGEST / PRICE; /* without a pause, too: it could sink for long */
+    w->saved = most(least(w->saved, SAVED), -LONGEST / PRICE); /* without a pause, too: it could sink for long */
     if (w->credit >= 0) return;
-    w->pause = -w->saved * PRICE > -w->credit * REST ? -w->saved * PRICE : -w->credit * REST;
-    if (w->pause > LONGEST) w->pause = LONGEST;
+    w->pause = least(most(-w->saved * PRICE, -w->credit * REST), LONGEST);
     w->active = threads - call->missing > 1 ? threads - (call->missing ? call->missing : 1) : 1;
     w->since = now;
     w->credit = 0;

@@ -58,19 +58,6 @@ static void target_inputs(int64_t *n) {
     }
 }
 
-/* rows, batch, table, kv_len, last, length; ids, positions, write_slots: of the rows' last tokens */
-static void plain_inputs(int64_t *n) {
-    const int64_t *rows = POINTER(n[0]), *table = POINTER(n[2]), *kv_len = POINTER(n[3]), *last = POINTER(n[4]);
-    int64_t *ids = POINTER(n[6]), *positions = POINTER(n[7]), *slots = POINTER(n[8]);
-    for (int64_t b = 0; b < n[1]; b++) {
-        const int64_t row = rows[b];
-        if (!has_room(row, kv_len[row], 1, n[5])) return;
-        ids[b] = last[row];
-        positions[b] = kv_len[row];
-        slots[b] = table[row * n[5] + kv_len[row]];
-    }
-}
-
 /* -- acceptance and commit ---------------------------------------------------------------------------------------- */
 
 #define HEAD 2 /* columns of a packed result before the tokens: confidence, count */
@@ -316,49 +303,26 @@ static void keep_first(int64_t *n) {
     }
 }
 
-/* A row's `width` positions from `from` on, a line: of each its slot and path. */
-static void line_of(const int64_t *table, int64_t from, int64_t width, int64_t *positions, int64_t *slots, int64_t *path) {
-    memcpy(slots, table + from, (size_t)width * 8);
-    for (int64_t i = 0; i < width; i++) {
-        positions[i] = from + i;
-        for (int64_t j = 0; j < width; j++) *path++ = j;
-    }
-}
-
-/* tokens, table [R, length], length; rows, prefix, batch, width; ids, positions, write_slots, path_len [batch, width],
-   path [batch, width, width]: the chain of `width` known tokens from `prefix` on */
-static void chain(int64_t *n) {
-    const int64_t length = n[2], width = n[6], *rows = POINTER(n[3]), *prefix = POINTER(n[4]);
-    int64_t *ids = POINTER(n[7]), *positions = POINTER(n[8]), *slots = POINTER(n[9]), *path_len = POINTER(n[10]),
-            *path = POINTER(n[11]);
-    for (int64_t b = 0, at = 0; b < n[5]; b++, at += width) {
-        const int64_t row = rows[b] * length;
-        if (!has_room(rows[b], prefix[b], width, length)) return;
-        memcpy(ids + at, (int64_t *)POINTER(n[0]) + row + prefix[b], (size_t)width * 8);
-        line_of((int64_t *)POINTER(n[1]) + row, prefix[b], width, positions + at, slots + at, path + at * width);
-        for (int64_t i = 0; i < width; i++) path_len[at + i] = i + 1;
-    }
-}
-
-/* table [R, length], length, kv_len, last; rows, batch, width, mask; ids, positions, write_slots [batch, width], prefix
-   [batch], path [batch, width, width], path_len [batch, width]: the newest token and masks after it */
-static void block(int64_t *n) {
-    const int64_t length = n[1], width = n[6], *kv_len = POINTER(n[2]), *last = POINTER(n[3]), *rows = POINTER(n[4]);
-    int64_t *ids = POINTER(n[8]), *positions = POINTER(n[9]), *slots = POINTER(n[10]), *prefix = POINTER(n[11]),
-            *path = POINTER(n[12]), *path_len = POINTER(n[13]);
-    for (int64_t b = 0, at = 0; b < n[5]; b++, at += width) {
-        const int64_t row = rows[b], from = prefix[b] = kv_len[row];
+/* text, table [R, length], length, kv_len, last; rows, batch, width, mask; ids, positions, write_slots [batch, width],
+   prefix [batch], path [batch, width, width], path_len [batch, width]: `width` positions of each row. With a text, a
+   chain of its tokens from `prefix` on; without, a block of the newest token and masks, all of which see each other */
+static void line(int64_t *n) {
+    const int64_t *text = POINTER(n[0]), *table = POINTER(n[1]), *kv_len = POINTER(n[3]), *last = POINTER(n[4]),
+                  *rows = POINTER(n[5]), length = n[2], width = n[7], mask = n[8];
+    int64_t *ids = POINTER(n[9]), *positions = POINTER(n[10]), *slots = POINTER(n[11]), *prefix = POINTER(n[12]),
+            *path = POINTER(n[13]), *path_len = POINTER(n[14]);
+    for (int64_t b = 0, at = 0; b < n[6]; b++) {
+        const int64_t row = rows[b], from = text ? prefix[b] : kv_len[row], in_row = row * length + from;
         if (!has_room(row, from, width, length)) return;
-        line_of((int64_t *)POINTER(n[0]) + row * length, from, width, positions + at, slots + at, path + at * width);
-        for (int64_t i = 0; i < width; i++) ids[at + i] = i ? n[7] : last[row], path_len[at + i] = width;
+        if (!text) prefix[b] = from;
+        for (int64_t i = 0; i < width; i++, at++) {
+            ids[at] = text ? text[in_row + i] : i ? mask : last[row];
+            positions[at] = from + i;
+            slots[at] = table[in_row + i];
+            path_len[at] = text ? i + 1 : width;
+            for (int64_t j = 0; j < width; j++) *path++ = j;
+        }
     }
-}
-
-/* ids, how many, what each stands for: in place */
-static void rename_ids(int64_t *n) {
-    int64_t *ids = POINTER(n[0]);
-    const int64_t *names = POINTER(n[2]);
-    for (int64_t i = 0; i < n[1]; i++) ids[i] = names[ids[i]];
 }
 
 /* out [count, bytes]; source [rows, bytes], rows, bytes; index [count], count: the rows of these numbers */
@@ -373,7 +337,7 @@ static void take_rows(int64_t *n) {
 }
 
 /* out [count * each]; table; rows [count], count, each; added [count * each] or 0: the table's number of each row, so
-   many times, with what is added */
+   many times, with what is added; out may be rows */
 static void row_numbers(int64_t *n) {
     int64_t *out = POINTER(n[0]);
     const int64_t *table = POINTER(n[1]), *rows = POINTER(n[2]), *added = POINTER(n[5]);
@@ -474,7 +438,6 @@ static void keep_unseen(int64_t *n) {
 
 Function tree_functions[] = {
     {"target_inputs", target_inputs, 15},
-    {"plain_inputs", plain_inputs, 9},
     {"commit", commit, sizeof(Commit) / 8},
     {"first_level", first_level, 16},
     {"add", add, 11},
@@ -484,10 +447,8 @@ Function tree_functions[] = {
     {"draft", draft, 15},
     {"newest", newest, 10},
     {"keep_first", keep_first, 7},
-    {"chain", chain, 12},
-    {"block", block, 14},
+    {"line", line, 15},
     {"confident", confident, 13},
-    {"rename", rename_ids, 3},
     {"take_rows", take_rows, 6},
     {"row_numbers", row_numbers, 6},
     {"fuse", fuse, 12, .doubles = 1},
