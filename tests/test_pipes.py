@@ -64,3 +64,11 @@ def test_a_message_is_the_callers_alone(ends: tuple[Connection, Connection]) -> 
     found[0] = ord("O")
     theirs.send_bytes(b"two")
     assert (bytes(found), bytes(pipes.receive(ours))) == (b"One", b"two")
+
+
+def test_a_message_of_less_than_nothing(ends: tuple[Connection, Connection]) -> None:
+    """Of another side that writes anything."""
+    ours, theirs = ends
+    os.write(theirs.fileno(), struct.pack("!i", -2))
+    with pytest.raises(OSError, match="-2 bytes"):
+        receive(ours)

@@ -18,6 +18,8 @@ def receive(connection: Connection, most: int | None = None) -> memoryview:
     (size,) = struct.unpack("!i", _read(connection, 4, True))
     if size == _LONG:
         (size,) = struct.unpack("!Q", _read(connection, 8))
+    if size < 0:
+        raise OSError(f"a message of {size} bytes: expected at least 0")
     if most is not None and size > most:
         raise OSError(f"a message of {size} bytes: expected at most {most}")
     return _read(connection, size)

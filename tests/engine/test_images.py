@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 from toy_grammar import ToyGrammar
 
 from draftwing.config.trees import PLAIN, TreeShape
+from draftwing.core import Admission
 from draftwing.engine import image_features, prefill_graphs
 from draftwing.engine.devices.cpu import CpuDevice
 from draftwing.engine.graphs import RecordedStages
@@ -32,7 +34,8 @@ from draftwing.ops import make_ops
 from draftwing.ops.cpu.extension import load_extension
 from draftwing.ops.table import TorchOps
 from draftwing.requests.images import RequestImage
-from draftwing.requests.request import LogprobParams
+from draftwing.requests.request import GenerationRequest, LogprobParams
+from draftwing.requests.sampling_params import SamplingParams
 from draftwing.sched.tower_schedule import TowerPiece
 from draftwing.spec.build import make_model_drafter
 
@@ -368,6 +371,35 @@ def test_a_small_picture_leaves_what_a_large_one_has_begun() -> None:
     assert begun == [9, 1, 2] and features.unseen([large, *small], 0, 0, 1) is large
     features.run_piece(TowerPiece(large, 0, 4, 9.0))
     assert begun == [9, 1, 2] and features.runs == 3, "it went on where it was, twice"
+
+
+def test_what_was_begun_for_whoever_has_left_is_let_go() -> None:
+    """Its memory with it. As long as another row has the picture, it goes on."""
+    begun: list[weakref.ref[Tensor]] = []
+
+    def read(pixels: Tensor, tokens: int) -> Iterator[int | Tensor]:
+        held = torch.zeros(1, 4)
+        begun.append(weakref.ref(held))
+        yield from [1] * 9
+        yield held
+
+    tower: Any = SimpleNamespace(config=SimpleNamespace(depth=1, products=lambda *sides: 9), parts=read)
+    device = CpuDevice()
+    features = ImageFeatures(tower, False, 3, device, 1, False, TowerGraphs(None, device))
+    image, nothing = RequestImage(0, (1, 1), np.zeros((8, 8, 3), np.uint8), b"one"), np.zeros(0, np.int64)
+
+    def admit(row: int, images: tuple[RequestImage, ...]) -> None:
+        request = GenerationRequest(f"{row} {len(images)}", [1], SamplingParams(), images=images)
+        features.admit([Admission(row, [1], nothing, request, 0)])
+
+    for row in (0, 1):
+        admit(row, (image,))
+    features.run_piece(TowerPiece(image, 0, 4, 9.0))
+    admit(0, ())
+    features.run_piece(TowerPiece(image, 0, 2, 9.0))
+    assert len(begun) == 1 and begun[0]() is not None
+    admit(1, ())
+    assert begun[0]() is None
 
 
 @pytest.mark.further(folder=WITHOUT_STATES)

@@ -72,6 +72,10 @@ class ImageFeatures:
             self._rows[row] = _Row(images, admission.salt, axes, shift)
             if self.shift is not None:
                 self._set_shift(row, shift)
+        if self._begun is not None and admissions:
+            wanted = {(row.salt, image.digest) for row in self._rows.values() for image in row.images}
+            if self._begun[0] not in wanted:
+                self._begun = None  # whoever sent it has left
 
     def _set_shift(self, row: int, shift: int) -> None:
         assert self.shift is not None

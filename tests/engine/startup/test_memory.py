@@ -221,7 +221,7 @@ def test_graphs_of_a_draft_model_take_memory_for_each_level(monkeypatch):
     monkeypatch.setattr(sizing, "peak", lambda executor, plan: 0)
     executor = SimpleNamespace(
         table=SimpleNamespace(rows=6), ops=SimpleNamespace(draws_by_row=True), common_shapes=tuple, head_slots=None,
-        model=SimpleNamespace(needs_chunks=True, config=SimpleNamespace(num_layers=3)),
+        model=SimpleNamespace(needs_chunks=True, tower=None, config=SimpleNamespace(num_layers=3)),
         drafter=SimpleNamespace(from_tokens=True, kv_layers=[KVSpec(2, 16)] * 28),
     )  # fmt: skip
 

@@ -353,8 +353,9 @@ def graph_bytes(
         hidden, dtype = executor.model.config.hidden_size, executor.model.dtype
         found += kept_bytes(tokens, hidden, executor.aux_layers, dtype, mixed)
         if executor.model.tower is not None:
-            tower = executor.model.tower.config
-            found += prefill_sizes(tokens)[-1] * tower.row_size * dtype.itemsize + tower_graphs.kept_bytes(tower, dtype)
+            found += prefill_sizes(tokens)[-1] * executor.model.tower.config.row_size * dtype.itemsize
+    if executor.model.tower is not None:
+        found += tower_graphs.kept_bytes(executor.model.tower.config, executor.model.dtype)
     drafter = executor.drafter
     if drafter is not None and drafter.from_tokens:  # a draft model, whose layers run for each level but the first
         levels = sum(max(key.shape.depth - 1, 0) for key in graph_keys(menu, batch_sizes(graph_size)))

@@ -39,9 +39,9 @@ def with_found_drafter(options: Options, path: Path, config: ModelConfig) -> Opt
 
 def _beside(path: Path, config: ModelConfig) -> tuple[str, Path | None]:
     """Returns who drafts, and the head in the same folder whose name begins with the model's, up to `DFlash` or
-    `DSpark`, and whose tensors fit it; of several one whose branches differ, then that of the longest name. Says why
-    one does not draft."""
-    found: list[tuple[str, int, Path]] = []
+    `DSpark`, and whose tensors fit it; of several one whose drafts see each other, then that of the longest name. Says
+    why one does not draft."""
+    found: list[tuple[bool, int, Path, str]] = []
     for file in sorted(path.parent.glob("*.gguf")):
         named = _NAME.fullmatch(file.stem)
         if named is None or file == path or not path.stem.lower().startswith(named[1].lower()):
@@ -51,9 +51,9 @@ def _beside(path: Path, config: ModelConfig) -> tuple[str, Path | None]:
             stored = open_gguf(file).tensors
             drafter = next((kind for name, kind in _KINDS.items() if name in stored), _PLAIN)
             load_draft_head(file, target, drafter, torch.bfloat16, "meta")  # its names and sizes
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             logger.warning("%s does not draft: %s", file, error)
         else:
-            found.append((drafter, len(named[1]), file))
-    drafter, _, best = max(found, default=("", 0, None))
+            found.append((drafter != _PLAIN, len(named[1]), file, drafter))
+    *_, best, drafter = max(found, default=(False, 0, None, ""))
     return drafter, best

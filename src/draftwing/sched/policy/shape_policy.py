@@ -248,7 +248,12 @@ class TreePolicy(ShapePolicy):
         options = self._options(context)
         if not options:
             return Decision(0, 0, {})
-        best, plain = max(options, key=lambda i: options[i].rate), self._plain
+        plain = self._plain
+        if context.beside is None or plain not in options:
+            best = max(options, key=lambda i: options[i].rate)
+        else:  # of those that bring more than the prompts' time is worth, the one that brings most beyond that
+            worth = options[plain].rate
+            best = max(options, key=lambda i: options[i].tokens - worth * options[i].seconds)
         if plain in options and options[best].rate < MARGIN * options[plain].rate:
             best = plain
         return self._with_try(context, Decision(best, best, options))
