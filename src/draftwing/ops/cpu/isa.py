@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 INTERFACE = (
-    45  # of the extension; one more where a function of it takes or gives something else, so that none of before runs
+    46  # of the extension; one more where a function of it takes or gives something else, so that none of before runs
 )
 
 

@@ -25,10 +25,10 @@ class CpuTreeOps(InC, TreeOps):
 
     def plain_inputs(self, table: RowTensors, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows, batch = rows.contiguous(), rows.shape[0]
-        ids, positions, slots, path = ints(batch), ints(batch), ints(batch), ints(batch)
+        ids, positions, slots = ints(batch), ints(batch), ints(batch)
         self.raw.line(  # of one token: its position is how many are before it, and nobody reads of its path
             None, table.page_table, table.length, table.kv_len, table.last, rows, batch, 1, 0, ids, positions, slots,
-            positions, path, path,
+            positions, slots, slots,
         )  # fmt: skip
         return ids, positions, slots
 

@@ -305,7 +305,8 @@ static void keep_first(int64_t *n) {
 
 /* text, table [R, length], length, kv_len, last; rows, batch, width, mask; ids, positions, write_slots [batch, width],
    prefix [batch], path [batch, width, width], path_len [batch, width]: `width` positions of each row. With a text, a
-   chain of its tokens from `prefix` on; without, a block of the newest token and masks, all of which see each other */
+   chain of its tokens from `prefix` on; without, a block of the newest token and masks, all of which see each other.
+   Of one position path and path_len may be write_slots, and prefix positions, where nobody asks for them */
 static void line(int64_t *n) {
     const int64_t *text = POINTER(n[0]), *table = POINTER(n[1]), *kv_len = POINTER(n[3]), *last = POINTER(n[4]),
                   *rows = POINTER(n[5]), length = n[2], width = n[7], mask = n[8];
@@ -316,11 +317,11 @@ static void line(int64_t *n) {
         if (!has_room(row, from, width, length)) return;
         if (!text) prefix[b] = from;
         for (int64_t i = 0; i < width; i++, at++) {
+            path_len[at] = text ? i + 1 : width;
+            for (int64_t j = 0; j < width; j++) *path++ = j;
             ids[at] = text ? text[in_row + i] : i ? mask : last[row];
             positions[at] = from + i;
             slots[at] = table[in_row + i];
-            path_len[at] = text ? i + 1 : width;
-            for (int64_t j = 0; j < width; j++) *path++ = j;
         }
     }
 }
