@@ -73,6 +73,7 @@ class Captures:
     def capture_next(self) -> None:
         """Captures what is wanted most of what `capture` has left, if there is anything."""
         steps, mixed = self._graphs.later, self._prefills.later
+        trims = bool(steps or mixed)  # not behind each size of pictures, of which new ones may come all the time
         try:
             if self._towers.later and self._towers.wanted > max(self._graphs.wanted, self._prefills.wanted):
                 self._towers.capture_next()
@@ -90,7 +91,8 @@ class Captures:
             mixed.clear()
             self._towers.stop()
             self._graphs.drop_unfinished()
-        if not self.later:
+            trims = True
+        if trims and not (steps or mixed):
             log.debug("captured %d CUDA graphs in all", len(self))
             self._device.trim()
 

@@ -245,3 +245,13 @@ def test_one_of_other_sizes_does_not_draft_and_the_log_says_why(
     assert (
         options.drafter == "none" and "m-DFlash2.gguf does not draft: " in caplog.text and "hidden_size" in caplog.text
     )
+
+
+def test_one_that_cannot_be_read_does_not_draft_and_ends_no_start(
+    target: DecoderModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write(tmp_path / "m-Q8_0.gguf", dflash2_head(TARGET), arch="llama")
+    (tmp_path / "m-DFlash2.gguf").mkdir()
+    with caplog.at_level(logging.WARNING):
+        options = with_found_drafter(Options(model=str(model)).resolve(), model, target.config)
+    assert options.drafter == "none" and "m-DFlash2.gguf does not draft: " in caplog.text
