@@ -18,7 +18,9 @@ from reference.checkpoints import Checkpoint, llama_target
 from draftwing.config.options import Options
 from draftwing.config.trees import BRANCHED_BLOCK, TreeShape
 from draftwing.errors import CheckpointError
+from draftwing.gguf_file import GGUFFile
 from draftwing.models.decoder import DecoderModel
+from draftwing.models.heads import beside
 from draftwing.models.heads.beside import with_found_drafter
 from draftwing.models.heads.block import BlockHead
 from draftwing.models.heads.loader import load_draft_head
@@ -247,11 +249,16 @@ def test_one_of_other_sizes_does_not_draft_and_the_log_says_why(
     )
 
 
-def test_one_that_cannot_be_read_does_not_draft_and_ends_no_start(
-    target: DecoderModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_one_that_may_not_be_read_does_not_draft_and_ends_no_start(
+    target: DecoderModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = write(tmp_path / "m-Q8_0.gguf", dflash2_head(TARGET), arch="llama")
-    (tmp_path / "m-DFlash2.gguf").mkdir()
+    (tmp_path / "m-DFlash2.gguf").touch()
+
+    def refused(path: Path) -> GGUFFile:
+        raise PermissionError(13, "Permission denied", str(path))  # which root is not
+
+    monkeypatch.setattr(beside, "open_gguf", refused)
     with caplog.at_level(logging.WARNING):
         options = with_found_drafter(Options(model=str(model)).resolve(), model, target.config)
     assert options.drafter == "none" and "m-DFlash2.gguf does not draft: " in caplog.text
