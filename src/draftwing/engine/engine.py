@@ -425,8 +425,7 @@ class Engine:
     def _capture_wanted(self) -> None:
         """Captures a graph while requests run, if it is wanted and others have taken little time lately."""
         began, captures = time.monotonic(), self.parts.executor.captures
-        if began >= self._next_capture and captures.wanted:
-            self._unless_loading(captures.capture_next)
+        if began >= self._next_capture and captures.wanted and self._unless_loading(captures.capture_next):
             now = time.monotonic()
             self._next_capture = now + (now - began) / CAPTURE_SHARE
 
