@@ -18,6 +18,7 @@ from scripts import script
 from draftwing import LLM
 from draftwing.models.heads.config import BlockConfig
 from draftwing.models.loader import load_model
+from draftwing.ops.experts.cuda import KINDS as expert_kinds
 from draftwing.train.checkpoint import save_head
 from draftwing.train.heads import new_block_head
 
@@ -81,6 +82,22 @@ def test_what_turns_an_engine_itself_runs(
     monkeypatch.setattr(sys, "argv", [name, "--tiny", "--shapes=8b", *own, "num_threads=1"])
     run.main()
     assert capsys.readouterr().out.strip()
+
+
+def test_profiles_tell_products_of_experts_from_others() -> None:
+    """Kernels for many pairs have the bare names of what they do."""
+    kinds = {
+        "norms, activations, positions": ["_rms_norm_kernel"],
+        "products": ["dense_many_256_1_0_held", "plain_16"],
+        "routes and sums of experts": ["_route_kernel", "_count_kernel", "_begin_kernel", "_mix_norm_kernel"],
+        "quantising, copies of x in order": ["_order_kernel"],
+        "experts": [*expert_kinds, "silu_16"],  # the last one between routes and their sum
+    }
+    named = [(name, 2.0**i) for i, name in enumerate(name for names in kinds.values() for name in names)]
+    took, order = dict(named), ["_mix_norm_kernel", "_rms_norm_kernel", "plain_16", "dense_many_256_1_0_held"]
+    launched = [*order, *(name for name, _ in named if name not in order)]
+    found = script(ROOT / "benchmarks" / "gpu_kernels" / "floors.py").by_kind([(name, took[name]) for name in launched])
+    assert found == {kind: sum(took[name] for name in names) for kind, names in kinds.items()}
 
 
 def test_an_inflated_pair_writes_the_same_text(tmp_path: Path) -> None:

@@ -21,11 +21,11 @@ from draftwing.ops.fp8.spec import FP8_FROM
 PEAKS = {2: 989e6, 1: 1979e6}  # operations of an H200 per microsecond, by bytes of both operands' values
 # The first that finds its expression in a name. Products between routes and the sum of experts are those of experts.
 KINDS = {
-    "experts": r"expert_gemm|clamped_swiglu",
-    "routes and sums of experts": r"route_kernel|^_tile_kernel|_place_kernel|_begin_kernel|every_expert|_mix_",
+    "experts": r"expert_gemm|clamped_swiglu|^(plain|silu|clamped)$",
+    "routes and sums of experts": r"route_kernel|^_(tile|count|place|begin)_kernel|every_expert|_mix_",
     "attention": r"prefill_kernel|^tree_kernel|^_group_kernel|flash|fmha",
     "recurrences": r"_walk_kernel|^_inputs_kernel|^_norm_kernel|_group_norm_kernel|_short_conv",
-    "quantising, copies of x in order": r"quantise_fp8|^order_|unpack_all",
+    "quantising, copies of x in order": r"quantise_fp8|^_?order_|unpack_all",
     "products": r"^(plain|add|silu|clamped|dense|fp8|heads)_|_shares_kernel|gemm|cutlass|nvjet|xmma|cublas",
     "norms, activations, positions": r"norm|fuse|rope|concat|latent|turn_heads|silu|gate|relu|soft_cap",
     "logits, sampling, drafts": r"logit|peaks|largest|pick|maximum|count|list|limit|tree|commit|emit|simulate|ngram",

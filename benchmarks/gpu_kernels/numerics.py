@@ -7,7 +7,7 @@
 Random weights in published shapes. Prompts are random tokens, which no cache knows: seconds until the first tokens of
 all, the best of `--runs`. Then answers of 128 tokens behind prompts of 100, in tokens/s while all write: `plain`, and
 as chains of three drafts, 1.5 of them accepted (simulated), by the model's prediction layer or an EAGLE-3 head. The
-floor of a plain step of one row is the time to read its weights. --profile: milliseconds of kernels of one prompt, and
+floor of a plain step is the time to read its weights. --profile: milliseconds of kernels of one prompt, and
 of some steps of the most requests. --floors: the same by kinds, beside what their bytes or operations take on an H200.
 """
 
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,40 +153,45 @@ def by_floor(engine: Engine, count: int) -> dict[str, list[str]]:
             f"a step of {count}, ms, floor": table(step, of_step)}  # fmt: skip
 
 
+def figures(engine: Engine, args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yields the figures of one engine, each as soon as it is known."""
+    floors_of = {}
+    if torch.cuda.is_available():
+        with torch.inference_mode():
+            floors_of = {n: weights_read(engine.parts, n)[0] / read_rate() / 1e3 for n in args.requests}
+    for prompt in args.prompts:
+        count, length = map(int, prompt.split("x"))
+        yield f"prompts {prompt}, s", round(prompt_seconds(engine, count, length, args.runs), 4)
+    shapes = [shape for shape in fixed_shapes(engine) if shape.tree == CHAIN]
+    for shape in (PLAIN, *shapes):
+        for count in args.requests:
+            took = answers_per_second(engine, shape, count, args.tokens)
+            if shape == PLAIN and count in floors_of:
+                took |= {"floor": floors_of[count], "share": floors_of[count] / took["ms"]}
+            yield f"{'plain' if shape == PLAIN else 'chains'} {count}", {k: round(v, 3) for k, v in took.items()}
+    if args.floors:
+        yield from by_floor(engine, args.requests[-1]).items()
+    calls: dict[str, Callable[[], object]] = {
+        "a prompt": lambda: prompt_seconds(engine, 1, PROMPT, 1),
+        "steps": lambda: answers_per_second(engine, shapes[-1] if shapes else PLAIN, args.requests[-1], 16),
+    }
+    for what, call in calls.items() if args.profile else ():
+        kernels = kernels_of(call)
+        yield f"kernels of {what}", [(kernel[:80], round(ms, 3), calls) for kernel, ms, calls in kernels[:SHOWN]]
+        yield f"kernels of {what}, ms", round(sum(ms for _, ms, _ in kernels), 2)
+
+
 def measured(name: str, fast: bool, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the figures of one engine, and prints them."""
+    """Returns the figures of one engine, and prints them as they come, behind the seconds since it was asked for."""
     begin, found = time.monotonic(), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
         engine = engine_of(Path(folder), name, fast, options_of(args.options))
-    found["start"] = round(time.monotonic() - begin, 1)
     with contextlib.ExitStack() as ends:
         ends.callback(let_go, engine)
-        if torch.cuda.is_available():
-            with torch.inference_mode():
-                size = weights_read(engine.parts, 1)[0]
-            found["floor of a step, ms"] = round(size / read_rate() / 1e3, 3)
-        for prompt in args.prompts:
-            count, length = map(int, prompt.split("x"))
-            found[f"prompts {prompt}, s"] = round(prompt_seconds(engine, count, length, args.runs), 4)
-        shapes = [shape for shape in fixed_shapes(engine) if shape.tree == CHAIN]
-        for shape in (PLAIN, *shapes):
-            for count in args.requests:
-                key = f"{'plain' if shape == PLAIN else 'chains'} {count}"
-                found[key] = {k: round(v, 3) for k, v in answers_per_second(engine, shape, count, args.tokens).items()}
-        if args.floors:
-            found |= by_floor(engine, args.requests[-1])
-        calls: dict[str, Callable[[], object]] = {
-            "a prompt": lambda: prompt_seconds(engine, 1, 4000, 1),
-            "steps": lambda: answers_per_second(engine, shapes[-1] if shapes else PLAIN, args.requests[-1], 16),
-        }
-        for what, call in calls.items() if args.profile else ():
-            kernels = kernels_of(call)
-            found[f"kernels of {what}"] = [(kernel[:80], round(ms, 3), calls) for kernel, ms, calls in kernels[:SHOWN]]
-            found[f"kernels of {what}, ms"] = round(sum(ms for _, ms, _ in kernels), 2)
-    for key, value in found.items():
-        several = isinstance(value, list)
-        print(name, "fast" if fast else "default", key, *(value if several else [value]),
-              sep="\n   " if several else " ", flush=True)  # fmt: skip
+        for key, value in itertools.chain([("start", round(time.monotonic() - begin, 1))], figures(engine, args)):
+            found[key], several = value, isinstance(value, list)
+            print(f"{name} {'fast' if fast else 'default'}, {time.monotonic() - begin:.0f} s: {key}",
+                  *(value if several else [value]), sep="\n   " if several else " ", flush=True)  # fmt: skip
     return found
 
 
