@@ -142,7 +142,17 @@ DEVELOPER = {
 REPLAYED: dict[str, tuple[str, dict[str, Any]]] = {
     "Claude Code, pasted": (
         "/v1/messages",
-        CLAUDE | {"messages": [{"role": "user", "content": [REMINDER, BLOCK, ASKED]}, AGENTS]},
+        CLAUDE
+        | {
+            "messages": [
+                {"role": "user", "content": [
+                    REMINDER, {"type": "text", "text": "[Image #1] What is it?"}, BLOCK,
+                    {"type": "text", "text": "[Image: source: /tmp/images/1.png]"}]},
+                AGENTS,
+                {"role": "assistant", "content": [{"type": "text", "text": "A square."}]},
+                {"role": "user", "content": [ASKED]},
+            ]
+        },
     ),
     "Claude Code, a file that it reads": (
         "/v1/messages",

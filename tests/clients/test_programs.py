@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from scripted import wait_until
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "clients"
-MODULES = ("page", "programs", "run", "scene")
+MODULES = ("page", "programs", "run", "scene", "terminal")
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +58,44 @@ def test_a_picture_that_does_not_arrive_is_found(tool: dict[str, ModuleType]) ->
     assert "shown: 0" in viewer.faults()[0]
     viewer.requests.append(SimpleNamespace(images=(shown,)))
     assert "another picture" in viewer.faults()[0]
+
+
+def test_a_picture_that_is_not_pasted_is_found(tool: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, viewer = tool["run"], tool["scene"].Viewer()
+    programs, _ = tool["programs"].load()
+    monkeypatch.setattr(run.time, "sleep", lambda seconds: None)
+    for name in "LOOP_SECONDS", "KEY_SECONDS":
+        monkeypatch.setattr(run, name, 0)
+    show, shown = SimpleNamespace(text=""), SimpleNamespace(press=lambda key: None, type=lambda text: None)
+    shown.screen = lambda: show.text
+
+    def wrong() -> list[str]:
+        return run.pasted(programs["claude-code"], viewer, shown)
+
+    assert wrong() == ["it shows no prompt"]
+    show.text = "❯ "
+    assert wrong() == ["it took no picture from the clipboard"]
+    show.text += f"[Image #1] {viewer.answer}"
+    assert wrong() == ["turn 2: it does not show the answer"]
+    show.text += viewer.answer
+    assert wrong()[-1] == "the second turn was without the picture"
+    pixels = np.asarray(tool["scene"].Image.open(tool["scene"].io.BytesIO(tool["scene"].PICTURE)))
+    viewer.requests += [SimpleNamespace(images=(SimpleNamespace(digest=b"", pixels=pixels),))] * 2
+    assert wrong() == []
+
+
+def test_a_terminal_shows_what_is_typed_and_has_a_clipboard(tool: dict[str, ModuleType], tmp_path: Path) -> None:
+    terminal = tool["terminal"]
+    if lacks := terminal.missing():
+        pytest.skip(f"not installed: {', '.join(lacks)}")
+    script = "read line; echo =$line=; xclip -o -selection clipboard -t image/png; sleep 60"
+    with terminal.clipboard(b"a picture") as display:
+        environ = {**os.environ, "TMUX_TMPDIR": str(tmp_path), "DISPLAY": display}
+        subprocess.run(terminal.inside(["sh", "-c", script]), env=environ, check=True)
+        shown = terminal.Terminal(tmp_path)
+        try:
+            shown.type("some words")
+            shown.press("Enter")
+            wait_until(lambda: "=some words=" in shown.screen() and "a picture" in shown.screen())
+        finally:
+            subprocess.run(["tmux", "kill-server"], env=environ, check=False)

@@ -72,6 +72,7 @@ def cell(program: Program, run: Mapping[str, Any] | None) -> str:
     what = f"**fails**: {'; '.join(wrong)}".replace("|", "\\|") if wrong else "works"
     what = f"is answered; {program.form}" if run.get("useless") and not wrong else what
     what += ", with a picture, too" if run.get("pictures") and not wrong else ""
+    what += ", also a pasted one" if run.get("pasted") and not wrong else ""
     what += ", its answer without end was cut off" if run.get("cut") else ""
     return f"{version}: {what} ({where}, {run['date']})"
 

@@ -40,10 +40,11 @@ class Program(NamedTuple):
     last: str = ""
     shows: Sequence[str] = ()
     looks: Mapping[str, Any] = NONE
+    terminal: Mapping[str, Any] = NONE
     alone: Sequence[str] = ()
     fixtures: Mapping[str, str] = NONE
     small: Sequence[str] = ()
-    refused: str = ""
+    refused: Sequence[str] = ()
     note: str = ""
     form: str = ""
 

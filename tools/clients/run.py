@@ -1,5 +1,5 @@
 """`make test-clients`: unmodified client programs against draftwing's server, each in a tool loop of three turns, with
-a stream, and with an answer that is cancelled.
+a stream, and with an answer that is cancelled; into some a picture is pasted.
 
     python tools/clients/run.py [NAME ...] [--newest] [--model smollm2] [--page]
 
@@ -28,18 +28,22 @@ from pathlib import Path
 from typing import Any
 
 import page
+import terminal
 from programs import BUILD, HERE, NODE, InstallError, Program, filled, install, load, today, versions
 
 PROMPTS = {
     "loop": "Read the files one.txt and two.txt, one after the other, and tell me the code in each.",
     "cancel": "Tell me the long story.",
     "picture": "Look at picture.png and tell me what is in it.",
+    "paste": "What is in the picture?",
     "ask": "Say hello in one short sentence.",
 }
+AGAIN = "Are you sure?"  # the next turn, in a terminal
 LOOP_SECONDS, MODEL_SECONDS = 120, 200  # for one run of a program
 STALL_SECONDS = 20  # without a token of an answer, on a busy machine
 SIZES = {"context": "200000", "output": "4096"}  # bytes: the scripted model's limits for programs
 SMALL = {"context": "32768", "output": "400"}  # of the default model: more output says nothing more
+KEY_SECONDS = 10  # until a terminal shows what a key does, on a busy machine
 STOP_SECONDS = 15  # until the engine knows that nobody waits for the answer
 CLOSED = "http://127.0.0.1:9"  # a proxy that is not there: nothing is fetched from elsewhere
 
@@ -80,6 +84,8 @@ def started(
 
 def words_of(program: Program, kind: str) -> list[str]:
     """Of the command."""
+    if kind == "paste":
+        return terminal.inside(program.terminal["command"])
     more = {"ask": program.small, "picture": program.shows}.get(kind, ())
     extra = [*more, *program.alone]
     return [word for one in program.command for word in (extra if one == "{alone}" else [one])]
@@ -100,6 +106,8 @@ def environ(program: Program, folder: Path, values: dict[str, str]) -> dict[str,
         "MODEL": values["model"],
         "PROMPT": values["prompt"],
         "DIALECT": program.dialect,
+        "DISPLAY": values.get("display", ""),
+        "TMUX_TMPDIR": values["home"],
     }
     for name, value in ("https_proxy", CLOSED), ("no_proxy", "127.0.0.1,localhost"):
         own |= {name: value, name.upper(): value}
@@ -127,14 +135,16 @@ def wait(condition: Any, seconds: float) -> bool:
 def refusals(program: Program, seen: list[Any]) -> list[str]:
     """Requests that were not served; what a program asks for that is no endpoint of a model may be missing."""
     refused = [one for one in seen if one.status >= 400 and one.method == "POST"]
-    known = program.refused or "nothing"
-    return [f"{one.path}: {one.status}: {one.error}" for one in refused if known not in one.answer.decode()]
+    unknown = [one for one in refused if not any(known in one.answer.decode() for known in program.refused)]
+    return [f"{one.path}: {one.status}: {one.error}" for one in unknown]
 
 
 def script_of(program: Program, kind: str = "loop") -> list[str]:
     """What the model says in its first turns."""
     from scene import call
 
+    if kind == "paste":
+        return []
     if kind == "picture":
         return [call(program.looks["name"], program.looks["arguments"])] if program.looks else []
     calls = program.calls or [{"name": "read_file", "arguments": {"path": name}} for name in ("one.txt", "two.txt")]
@@ -145,15 +155,22 @@ def play(program: Program, folder: Path, kind: str) -> tuple[list[str], dict[str
     """One run against the scripted engine: what is wrong, what is reported of it, and its log."""
     import scene
 
-    engine = scene.Viewer() if kind == "picture" else scene.Player([], program.last or "{answer}", not program.replies)
+    seeing = kind in ("picture", "paste")
+    engine = scene.Viewer() if seeing else scene.Player([], program.last or "{answer}", not program.replies)
     files: dict[str, str | bytes] = {"{work}/picture.png": scene.PICTURE}
     files |= {f"{{work}}/{name}.txt": f"{code}\n" for name, code in zip(("one", "two"), engine.codes, strict=True)}
-    with scene.scripted(engine) as (url, recorder):
-        values = {"url": url, "key": scene.KEY, "model": "smollm2", **SIZES}
+    copied = terminal.clipboard(scene.PICTURE) if kind == "paste" else contextlib.nullcontext("")
+    with copied as display, scene.scripted(engine) as (url, recorder):
+        values = {"url": url, "key": scene.KEY, "model": "smollm2", "display": display, **SIZES}
         with started(program, folder, kind, values, files) as (process, printed):
             place = {"work": str(printed.parent / "work")}
             engine.replies = [filled(reply, place) for reply in script_of(program, kind)]
-            wrong = cancelled(program, engine, process) if kind == "cancel" else looped(engine, process, printed)
+            if kind == "paste":
+                shown = terminal.Terminal(printed.parent / "home")
+                wrong = pasted(program, engine, shown)
+                printed.write_text(shown.screen())
+            else:
+                wrong = cancelled(program, engine, process) if kind == "cancel" else looped(engine, process, printed)
             log = printed.read_text(errors="replace")
     seen = recorder.seen
     wrong += refusals(program, seen)
@@ -188,6 +205,27 @@ def cancelled(program: Program, engine: Any, process: subprocess.Popen[bytes]) -
     if not wait(lambda: process.poll() is not None, STOP_SECONDS):
         return ["it did not end after the cancel"]
     return [f"exit code {process.returncode}"] if program.script and process.returncode else []
+
+
+def pasted(program: Program, engine: Any, shown: terminal.Terminal) -> list[str]:
+    """What is wrong where a picture is pasted from the clipboard, and asked about in two turns."""
+    if not wait(lambda: program.terminal["ready"] in shown.screen(), LOOP_SECONDS):
+        return ["it shows no prompt"]
+    for _ in range(3):  # a key that comes before it reads keys is lost
+        shown.press("C-v")
+        if taken := wait(lambda: "[Image #1]" in shown.screen(), KEY_SECONDS):
+            break
+    if not taken:
+        return ["it took no picture from the clipboard"]
+    for turn, question in enumerate((PROMPTS["paste"], AGAIN), 1):
+        shown.type(question)
+        wait(lambda text=question: text in shown.screen(), KEY_SECONDS)
+        time.sleep(1)  # a key right behind others is part of what is pasted
+        shown.press("Enter")
+        if not wait(lambda count=turn: shown.screen().count(engine.answer) >= count, LOOP_SECONDS):
+            return [f"turn {turn}: it does not show the answer"]
+    seen = sum(bool(request.images) for request in engine.requests)
+    return [*engine.faults(), *([] if seen >= 2 else ["the second turn was without the picture"])]
 
 
 def ask(program: Program, folder: Path, model: str, url: str, recorder: Any) -> tuple[list[str], dict[str, Any], str]:
@@ -232,6 +270,11 @@ def result(program: Program, newest: bool, node: str, server: Any, model: str | 
     if not model and (program.shows or program.looks):
         kinds.append("picture")
         facts["pictures"] = True
+    if not model and program.terminal and not (lacks := terminal.missing()):
+        kinds.append("paste")
+        facts["pasted"] = True
+    elif not model and program.terminal:
+        print(f"{program.name}: nothing is pasted, which needs {', '.join(lacks)}", flush=True)
     for kind in kinds:
         wrong, more, log = ask(program, folder, model, *server) if model else play(program, folder, kind)
         facts |= more
