@@ -5,8 +5,8 @@ against what its bytes take.
 
 Shapes are those of Qwen3.5-27B, 9B and 0.8B, Granite-4-Tiny, Nemotron-3-Nano and Kimi-Linear in bfloat16. A step reads
 the state of each row and writes one, reads its tokens' inputs and leaves them as records, and with drafts runs two
-accepted tokens again. `sweep`: other columns and stages of a program of the recurrence, for plain steps, a tree and a
-chunk, of the first shape if none is named.
+accepted tokens again. `sweep`: other forms of the recurrence, for plain steps, chains, a tree and chunks, of the first
+shape if none is named.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from draftwing.kv.pool import DeltaSpec, RowStates
 from draftwing.ops.attention.batch import Batch, ChunkSpan, DeltaInputs, DeltaWeights
 from draftwing.ops.delta_net import triton as delta_net
 from draftwing.ops.delta_net.triton_plan import Walks, plan_chunks, plan_trees
+from draftwing.ops.delta_net.triton_walk import CHUNK, CHUNKS, TREE, Form
 from draftwing.ops.short_conv.triton import short_conv, sources_of
 
 SHAPES = {
@@ -81,20 +82,22 @@ class Net:
         prefix = torch.full_like(rows, again)
         return Batch(rows, slots, slots, slots, self.table, prefix, path.repeat(self.rows, 1, 1), lengths, nodes)
 
-    def chunk(self, tokens: int) -> Batch:
-        at = torch.arange(tokens, device=CUDA)
-        return Batch(at[:1], at, at, at, self.table, at[:1], chunks=(ChunkSpan(0, 0, 0, tokens),))
+    def chunk(self, tokens: int, count: int = 1) -> Batch:
+        """count: of prompts with a chunk of so many tokens each."""
+        at = torch.arange(tokens, device=CUDA).repeat(count)
+        spans = tuple(ChunkSpan(i, i * tokens, 0, tokens) for i in range(count))
+        return Batch(torch.arange(count, device=CUDA), at, at, at, self.table, at[:count] * 0, chunks=spans)
 
     def plan(self, batch: Batch) -> Walks:
         return (plan_chunks if batch.chunks else plan_trees)(self.states, batch, self.spec.conv_width)
 
-    def micros(self, batch: Batch, columns: int = 0, stages: int = 0) -> float:
+    def micros(self, batch: Batch, form: Form | None = None) -> float:
         """Of a layer, without the plan."""
         inputs, layers, plan = self.inputs(len(batch.write_slots)), self.states.layers, self.plan(batch)
 
         def all_layers() -> None:
             for layer in range(LAYERS):
-                delta_net.delta_net(layers[layer], plan, inputs, self.weights, layer == 0, columns, stages)
+                delta_net.delta_net(layers[layer], plan, inputs, self.weights, layer == 0, form)
 
         return replay_us(all_layers, 5, least=True) / LAYERS
 
@@ -115,10 +118,10 @@ def bench(rate: float, names: list[str]) -> None:
             for nodes, chain in ((1, True), (4, True), (4, False), (16, False)):
                 batch, what = net.trees(nodes, chain), "chain" if chain else "tree"
                 show(f"{name}, {rows} rows, a {what} of {nodes}", net.micros(batch), net.least(batch, rate))
-        net = Net(spec, 1)
-        for tokens in (512, 4096):
-            batch = net.chunk(tokens)
-            show(f"{name}, a chunk of {tokens}", net.micros(batch), net.least(batch, rate))
+        for count, tokens in ((1, 512), (1, 4096), (8, 4096)):
+            net = Net(spec, count)
+            batch = net.chunk(tokens, count)
+            show(f"{name}, chunks of {count} x {tokens}", net.micros(batch), net.least(batch, rate))
     net = Net(SHAPES[(names or [LARGEST])[0]], 64)
     for nodes in (1, 16):
         batch = net.trees(nodes)
@@ -148,12 +151,18 @@ def convolution(rows: int, tokens: int, rate: float) -> tuple[float, float]:
 
 
 def sweep(rate: float, names: list[str]) -> None:
-    for name, columns, stages in product(names or [LARGEST], (8, 16, 32), (2, 3, 4, 6)):
-        for rows, nodes in ((1, 1), (16, 1), (64, 1), (1, 16), (1, 0)):
+    for name in names or [LARGEST]:
+        trees = (1, 1, True), (64, 1, True), (16, 8, True), (16, 16, False)
+        for rows, nodes, chain in (*trees, (1, 0, True), (8, 0, True)):
             net = Net(SHAPES[name], rows)
-            batch, what = (net.trees(nodes), f"{nodes} nodes") if nodes else (net.chunk(512), "a chunk of 512")
-            label = f"{name}, {columns} columns, {stages} stages, {rows} rows, {what}"
-            show(label, net.micros(batch, columns, stages), net.least(batch, rate))
+            batch = net.trees(nodes, chain) if nodes else net.chunk(4096, rows)
+            what = f"{rows} chunks of 4096"
+            if nodes:
+                what = f"{rows} rows, a {'chain' if chain else 'tree'} of {nodes}"
+            turn = TREE.turn if nodes else CHUNK.turn
+            forms = {Form(lanes, warps, per, turn, 3) for lanes, warps, per in product((4, 8), (1, 2, 4), (2, 4))}
+            for form in (*sorted(forms), TREE if nodes else CHUNK if rows == 1 else CHUNKS):
+                show(f"{name}, {what}, {tuple(form)}", net.micros(batch, form), net.least(batch, rate))
 
 
 def show(label: str, took: float, least: float) -> None:

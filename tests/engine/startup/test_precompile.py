@@ -186,20 +186,25 @@ MAMBA = {
 def test_gated_delta_nets_have_the_same_kernels_for_chunks_and_trees(
     own: dict[str, Any], norm: str, job: Job, tmp_path: Path, printed_by: Printed
 ) -> None:
-    """But for how they are launched, and stages of the recurrence; plans of both are made on the device."""
+    """But for how they are launched, and how the recurrence is laid out; plans of both are made on the device."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | own))
     from draftwing.ops.delta_net import triton as delta_net
-    from draftwing.ops.delta_net import triton_norm
+    from draftwing.ops.delta_net import triton_norm, triton_walk
 
     found = [(name, json.loads(how)) for name, how in json.loads(printed_by(CHILD, job)[-1])]
     names = [name for name, _ in found]
-    for kernel, count in ((delta_net._inputs_kernel, 2), (delta_net._walk_kernel, 2), (getattr(triton_norm, norm), 1)):
+    form = {"STAGES", "LANES", "WARPS", "PER", "TURN"}
+    for kernel, count in (
+        (delta_net._inputs_kernel, 2), (triton_walk._walk_kernel, 3), (getattr(triton_norm, norm), 1),
+    ):  # fmt: skip
         ways = [how for name, how in found if name == kernel.__name__]
         assert len(ways) == count
         for how in ways:
             del how["key"], how["options"]["launch_pdl"]
+            if count == 3:
+                del how["options"]["num_warps"]
             constants = zip(how.pop("constant_keys"), how.pop("constant_vals"), strict=True)
-            how["constants"] = [one for one in constants if kernel.arg_names[one[0][0]] != "STAGES"]
+            how["constants"] = [one for one in constants if kernel.arg_names[one[0][0]] not in form]
         assert all(how == ways[0] for how in ways)
     assert {"_plan_trees_kernel", "_plan_chunks_kernel", "_advance_kernel", "_prefill_kernel"} <= set(names)
 

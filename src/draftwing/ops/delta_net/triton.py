@@ -7,8 +7,8 @@ S <- g S + k d^T. So S is read once a token for both sums, and o keeps no later 
 d = dt v, and o gets D v besides. Where each channel of the key has its g, S is multiplied with that before its sums.
 
 A token's bits are those of this recurrence over its ancestors: chunks and trees, of any number and size, and tokens
-that are run again go through the same kernels, which know of nothing else than of a token's own inputs. Programs have
-more columns where there are many, and every sum the same order then (`_over_keys`).
+that are run again go through the same kernels, which know of nothing else than of a token's own inputs. How many
+threads share a column of S depends on the batch, and the order of no sum does (`triton_walk`).
 
 What was there before the plan, and the plan, is read ahead of the wait for the kernel in front: the first launch that
 does so is an ordinary one. No walk reads a state that another one of the same forward writes.
@@ -27,13 +27,10 @@ from draftwing.ops.attention.batch import DeltaInputs, DeltaWeights
 from draftwing.ops.delta_net.spec import L2_EPS
 from draftwing.ops.delta_net.triton_norm import gated_norm, heads_of, sigmoid
 from draftwing.ops.delta_net.triton_plan import QUERY, RECORD, Walks
+from draftwing.ops.delta_net.triton_walk import LEAST_KEYS, Form, form_of, place_of, recurrence
 from draftwing.ops.fp8.spec import Fp8Rows
 from draftwing.ops.triton.common import launch_options, let_next_come, ordinary_options, softplus, wait
 
-# Elements of S of a program of the recurrence, which is one warp, so that sums over key_dim need no shared memory, and
-# stages (tokens whose inputs are fetched ahead, and one). A chunk's few programs have half as many and are spread over
-# the multiprocessors by an ordinary launch: those that came up early would crowd where the kernel in front leaves room.
-_TREE_STATE, _TREE_STAGES, _CHUNK_STATE, _CHUNK_STAGES = 4096, 2, 2048, 6
 _ANY = ["sources", "tokens", "steps", "walks", "segments"]  # parts of larger tensors
 
 
@@ -113,12 +110,14 @@ def _inputs_kernel(
     VALUE_PAD: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, HEADS_PAD: tl.constexpr, SCALE: tl.constexpr,
     EPS: tl.constexpr, BY_TAP: tl.constexpr, FLOOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens * (blocks of KEYS key heads + blocks of VALUES value heads + 1)). made [tokens, channels]: queries
-    and keys, of unit length where the net corrects, and values; numbers [tokens, VALUE_HEADS, 4]: decay, beta, and the
-    product of query and key; fades [tokens, DECAYS]: decays by channel, in place of those, which are 1 then, or None;
-    all float32. All loads come before the first use and the first store: each would cost a wait of its own."""
+    """Grid (tokens * (blocks of KEYS key heads + blocks of VALUES value heads + 1)). made [tokens, MADE]: queries and
+    keys, of unit length where the net corrects, as `place_of` has their elements, and values; numbers [tokens,
+    VALUE_HEADS, 4]: decay, beta, and the product of query and key; fades [tokens, VALUE_HEADS, KEY_PAD]: decays by
+    channel, as elements of keys, in place of those, which are 1 then, or None; all float32. All loads come before the
+    first use and the first store: each would cost a wait of its own."""
     let_next_come(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    MADE: tl.constexpr = CHANNELS + 2 * KEY_HEADS * (KEY_PAD - KEY_DIM)
     GATES: tl.constexpr = DECAYS + VALUE_HEADS
     KEY_BLOCKS: tl.constexpr = (KEY_HEADS + KEYS - 1) // KEYS
     BLOCKS: tl.constexpr = KEY_BLOCKS + (VALUE_HEADS + VALUES - 1) // VALUES + 1
@@ -150,8 +149,9 @@ def _inputs_kernel(
         if CORRECTS:
             q = _unit(q, EPS) * SCALE
             k = _unit(k, EPS)
-        tl.store(made + token64 * CHANNELS + of_q, q, mask=mask)
-        tl.store(made + token64 * CHANNELS + of_k, k, mask=mask)
+        into = made + token64 * MADE + head[:, None] * KEY_PAD + place_of(dim, KEY_PAD)[None, :]
+        tl.store(into, q, mask=(head < KEY_HEADS)[:, None])
+        tl.store(into + KEY_HEADS * KEY_PAD, k, mask=(head < KEY_HEADS)[:, None])
         dot = tl.sum(q * k, 1)
         for each in tl.static_range(VALUE_HEADS // KEY_HEADS):
             theirs = head + each * KEY_HEADS if TILED else head * (VALUE_HEADS // KEY_HEADS) + each
@@ -171,7 +171,7 @@ def _inputs_kernel(
         wait(PDL)
         taps = _taps(qkv, qkv_stride, before, codes, channel, mask, WIDTH)
         v = _convolved(taps, weights, windows, inputs, keep, save, record, channel, mask, CHANNELS, WIDTH)
-        tl.store(made + token64 * CHANNELS + channel, v, mask=mask)
+        tl.store(made + token64 * MADE + (MADE - CHANNELS) + channel, v, mask=mask)
         if fades is not None:
             if is_query:
                 x = tl.load(a + token64 * a_stride + of_key, mask=has_key, other=0.0).to(tl.float32) + shift
@@ -179,7 +179,8 @@ def _inputs_kernel(
                 tl.store(gates + record.to(tl.int64) * GATES + of_key, log, mask=has_key & (record >= 0))
             else:
                 log = tl.load(gates + known.to(tl.int64) * GATES + of_key, mask=has_key, other=0.0)
-            tl.store(fades + token64 * DECAYS + of_key, tl.exp(log), mask=has_key)
+            into = fades + (token64 * VALUE_HEADS + head[:, None]) * KEY_PAD + place_of(key, KEY_PAD)[None, :]
+            tl.store(into, tl.where(has_key, tl.exp(log), 0.0), mask=(head < VALUE_HEADS)[:, None])
     elif live:
         head = tl.arange(0, HEADS_PAD)
         mask = head < VALUE_HEADS
@@ -205,93 +206,12 @@ def _inputs_kernel(
         wait(PDL)  # the kernel ends after those before it, even where no token is there
 
 
-@triton.jit
-def _loaded(at, mask, EVEN: tl.constexpr):
-    return tl.load(at) if EVEN else tl.load(at, mask=mask, other=0.0)
-
-
-@triton.jit
-def _over_keys(x):
-    """x [8, 2, OUTER, COLUMNS] -> [COLUMNS]. With 8 to 32 columns a thread has all of OUTER, and of the others one or
-    two. So it is always halves that are added, and halves of these, whether a thread has both or two threads do."""
-    return tl.sum(tl.sum(tl.sum(x, 2), 1), 0)
-
-
-@triton.jit
-def _one(numbers, index, which: tl.constexpr):
-    """Returns one of four numbers, all of which each thread has."""
-    return tl.sum(tl.where(index == which, numbers, 0.0), 0)
-
-
-@triton.jit(do_not_specialize=["queries"], do_not_specialize_on_alignment=_ANY)
-def _walk_kernel(
-    out, made, numbers, fades, state, skip, steps, walks, segments, queries,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TILED: tl.constexpr, CORRECTS: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (value heads * slices, walks). Tokens from `queries` on have no results."""
-    let_next_come(PDL)
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    SLICES: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
-    walks += tl.program_id(1) * 4
-    steps += tl.load(walks)
-    read, first, end = tl.load(walks + 1), tl.load(walks + 2), tl.load(walks + 3)
-    head = tl.program_id(0) // SLICES
-    key_head = head % KEY_HEADS if TILED else head // (VALUE_HEADS // KEY_HEADS)
-    MIDDLE: tl.constexpr = 2 if KEY_PAD >= 16 else 1
-    INNER: tl.constexpr = 8 if KEY_PAD >= 8 else KEY_PAD
-    outer, middle, inner = tl.arange(0, KEY_PAD // (MIDDLE * INNER)), tl.arange(0, MIDDLE), tl.arange(0, INNER)
-    key = (outer[None, None, :] * MIDDLE + middle[None, :, None]) * INNER + inner[:, None, None]
-    column = tl.program_id(0) % SLICES * COLUMNS + tl.arange(0, COLUMNS)
-    is_key, is_column = key < KEY_DIM, column < VALUE_DIM
-    mask = is_key[:, :, :, None] & is_column[None, None, None, :]
-    within = state + head * (KEY_DIM * VALUE_DIM) + key[:, :, :, None] * VALUE_DIM + column[None, None, None, :]
-    size: tl.constexpr = VALUE_HEADS * KEY_DIM * VALUE_DIM
-    EVEN: tl.constexpr = (KEY_PAD == KEY_DIM) & (VALUE_DIM % COLUMNS == 0)
-    four = tl.arange(0, 4)
-    s = tl.load(within + read.to(tl.int64) * size, mask=mask & (first < end), other=0.0)
-    # The first token and segment are asked for, too: then they lie in the L1 cache.
-    is_there = first < end
-    is_column &= (tl.load(steps, mask=is_there) >= 0) | (tl.load(segments + first * 2, mask=is_there) >= 0)
-    if skip is not None:
-        through = tl.load(skip + head)
-    wait(PDL)
-    for segment in range(first, end):
-        # Read, not carried on from segment to segment: Triton 3.6 drops such a bound when it pipelines the inner loop.
-        done = tl.load(segments + segment * 2 - 2, mask=segment > first, other=0)
-        until, slot = tl.load(segments + segment * 2), tl.load(segments + segment * 2 + 1)
-        for step in tl.range(done, until, num_stages=STAGES):
-            token = tl.load(steps + step)
-            token64 = token.to(tl.int64)
-            its = made + token64 * CHANNELS
-            q = _loaded(its + key_head * KEY_DIM + key, is_key, EVEN)
-            k = _loaded(its + (KEY_HEADS + key_head) * KEY_DIM + key, is_key, EVEN)
-            v = _loaded(its + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column, is_column, EVEN)
-            number = tl.load(numbers + (token64 * VALUE_HEADS + head) * 4 + four)
-            decay, beta, dot = _one(number, four, 0), _one(number, four, 1), _one(number, four, 2)
-            if fades is not None:
-                of_head = fades + token64 * (VALUE_HEADS * KEY_DIM) + head * KEY_DIM
-                fade = _loaded(of_head + key, is_key, EVEN)
-                s *= fade[:, :, :, None]
-            by_query = _over_keys(s * q[:, :, :, None])
-            # Fused by hand: what a compiler fuses depends on COLUMNS and STAGES.
-            d = beta * (tl.fma(-decay, _over_keys(s * k[:, :, :, None]), v) if CORRECTS else v)
-            s = tl.fma(k[:, :, :, None], d[None, None, None, :], s * decay)
-            o = tl.fma(dot, d, decay * by_query)
-            if skip is not None:
-                o = tl.fma(through, v, o)
-            tl.store(out + (token64 * VALUE_HEADS + head) * VALUE_DIM + column, o, mask=is_column & (token < queries))
-        if slot >= 0:
-            tl.store(within + slot.to(tl.int64) * size, s, mask=mask)
-
-
 def delta_net(
     kept: LayerStates, plan: Walks, inputs: DeltaInputs, weights: DeltaWeights, is_first: bool = True,
-    columns: int = 0, stages: int = 0,
+    form: Form | None = None,
 ) -> Tensor | Fp8Rows:  # fmt: skip
     """Computes what `Attend.delta` returns. plan: of the batch. is_first: whether no layer has run by this plan before.
-    columns, stages: of a program of the recurrence, 0: as is best; up to 32 columns change no bits."""
+    form: of the recurrence, None: as is best; it changes no bits."""
     spec, device, count = kept.spec, inputs.qkv.device, plan.queries
     qkv, z, b, a = (part if part.stride(1) == 1 else part.contiguous() for part in inputs)
     assert all(part.dtype == kept.conv.dtype and part.shape[0] == count for part in (qkv, z, b, a))
@@ -303,32 +223,21 @@ def delta_net(
     assert all(w.dtype == torch.float32 for w in weights[:4]) and all(w.is_contiguous() for w in weights[1:4])
     assert not spec.floor or spec.by_channel
     tokens = plan.tokens.shape[0]
-    made = torch.empty(tokens, spec.channels, device=device)
+    key_pad = max(triton.next_power_of_2(spec.key_dim), LEAST_KEYS)
+    value_pad = max(triton.next_power_of_2(spec.value_dim), 2)
+    made = torch.empty(tokens, 2 * spec.key_heads * key_pad + values, device=device)
     numbers = torch.empty(tokens, spec.value_heads, 4, device=device)
-    fades = torch.empty(tokens, spec.decays, device=device) if spec.by_channel else None
-    key_pad, value_pad = (max(triton.next_power_of_2(dim), 2) for dim in (spec.key_dim, spec.value_dim))
+    fades = torch.empty(tokens, spec.value_heads, key_pad, device=device) if spec.by_channel else None
     keys, per_value = heads_of(key_pad), heads_of(value_pad)
     blocks = triton.cdiv(spec.key_heads, keys) + triton.cdiv(spec.value_heads, per_value) + 1
-    options, ordinary = launch_options(device), ordinary_options(device)
+    options = ordinary_options(device) if is_first else launch_options(device)
     _inputs_kernel[(tokens * blocks,)](
         made, numbers, fades, qkv, b, a, conv, weights.conv_bias, weights.decay, weights.dt_bias, kept.conv,
         kept.inputs, kept.gates, plan.sources, plan.tokens, qkv.stride(0), b.stride(0), a.stride(0), count,
         KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim,
         DECAYS=spec.decays, TILED=spec.tiled, CORRECTS=spec.corrects, WIDTH=spec.conv_width, KEY_PAD=key_pad,
         VALUE_PAD=value_pad, KEYS=keys, VALUES=per_value, HEADS_PAD=triton.next_power_of_2(spec.value_heads),
-        SCALE=spec.key_dim**-0.5, EPS=L2_EPS, BY_TAP=conv.stride(0) == 1, FLOOR=spec.floor,
-        num_warps=4, **(ordinary if is_first else options),
+        SCALE=spec.key_dim**-0.5, EPS=L2_EPS, BY_TAP=conv.stride(0) == 1, FLOOR=spec.floor, num_warps=4, **options,
     )  # fmt: skip
-    walks, launched = plan.walks.shape[0], ordinary if plan.of_chunks else options
-    # `_over_keys` needs 8 to 32 columns, and four to a thread, which others than multiples of four are not.
-    elements = _CHUNK_STATE if plan.of_chunks or spec.value_dim % 4 else _TREE_STATE
-    columns = columns or min(max(elements // key_pad, 8), 32, value_pad)
-    best = _CHUNK_STAGES if plan.of_chunks else _TREE_STAGES
-    o = torch.empty(count, values, device=device)
-    _walk_kernel[(spec.value_heads * triton.cdiv(spec.value_dim, columns), walks)](
-        o, made, numbers, fades, kept.state, weights.skip, plan.steps, plan.walks, plan.segments, count,
-        KEY_HEADS=spec.key_heads, VALUE_HEADS=spec.value_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim,
-        TILED=spec.tiled, CORRECTS=spec.corrects, KEY_PAD=key_pad, COLUMNS=columns, STAGES=stages or best,
-        num_warps=1, **launched,
-    )  # fmt: skip
+    o = recurrence(kept, plan, made, numbers, fades, weights.skip, form or form_of(spec, plan))
     return gated_norm(spec, o, z, weights, plan.tokens)
