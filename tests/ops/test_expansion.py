@@ -223,6 +223,39 @@ def test_continuations(ops: TorchOps, dtype: torch.dtype, min_p: float, vocab: i
     torch.testing.assert_close(logp.double(), expected, atol=5 * CLOSE, rtol=CLOSE)
 
 
+@pytest.mark.parametrize("min_p", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("vocab", "count", "mapped"), [(11, 5, False), (11, 11, False), (5000, 16, True), (9001, 16, False)]
+)
+@pytest.mark.covering("ops")
+def test_candidates_of_levels(ops: TorchOps, min_p: float, vocab: int, count: int, mapped: bool) -> None:
+    """Of greedy rows exactly, with ties between and within groups of tokens; of one that draws, up to rounding."""
+    g, levels = torch.Generator().manual_seed(vocab), 3
+    table = make_table(ops, 6, 200, vocab, vocab, noisy=True)
+    table.floats[:, 2] = min_p
+    rows = torch.tensor([4, 1, 2], device=ops.device)
+    noisy = (table.floats[rows, 0] > 0).nonzero().flatten()
+    assert noisy.tolist() == [1]
+    logits = torch.randint(-40, 9, (levels * 3, vocab), generator=g).float() / 4
+    logits[0, : vocab - 2 * count] = -torch.inf
+    logits[1::3] += torch.randn(levels, vocab, generator=g)
+    target_ids = torch.randperm(4 * vocab, generator=g)[:vocab].sort().values.to(ops.device) if mapped else None
+    found = ops.level_candidates(logits.clone().to(ops.device), table, rows, 2, count, target_ids, noisy)
+    assert len(found) == levels
+    for level, following in enumerate(found):
+        z = expected_continuations(logits[level * 3 : level * 3 + 3], table, rows, 2 + level, target_ids)
+        ids, logp = read(ops, following, count, target_ids)
+        wanted = z.sort(dim=-1, descending=True, stable=True)
+        named = wanted.indices if target_ids is None else target_ids.cpu()[wanted.indices]
+        assert torch.equal(ids[[0, 2]], named[[0, 2], :count])
+        gap = wanted.values[1].diff().abs()
+        clear = torch.nn.functional.pad(gap, (1, 1), value=1.0)
+        clear = torch.minimum(clear[:-1], clear[1:])[:count] > 1e-4
+        assert torch.equal(ids[1][clear], named[1, :count][clear]) and clear.double().mean() > 0.5
+        expected = (wanted.values - z.logsumexp(-1, keepdim=True))[:, :count]
+        torch.testing.assert_close(logp.double(), expected, atol=5 * CLOSE, rtol=CLOSE)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("vocab", "count", "topk", "rank", "mapped"),
@@ -243,7 +276,7 @@ def test_pair_continuations(
     known = 4 * vocab if mapped else vocab
     before, after = (torch.randn(known, rank, generator=g).to(dtype) for _ in range(2))
     gate, above = torch.randn(3, rank, generator=g).to(dtype) * rank**-0.5, torch.randint(0, known, (9,), generator=g)
-    candidates = ops.continuations(logits, table, rows, 2, count, target_ids, noisy)
+    (candidates,) = ops.level_candidates(logits, table, rows, 2, count, target_ids, noisy)
     on_device = [part.to(ops.device) for part in (above, gate, before, after)]
     found = ops.pair_continuations(candidates, *on_device, topk, target_ids)
     ids, logp = read(ops, found, topk, target_ids)

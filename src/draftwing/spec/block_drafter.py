@@ -55,7 +55,11 @@ class BlockDrafter(HeadDrafter):
         gates = hidden if head.selector is None else head.selector(hidden)  # [D * B, R]
         editor = self._editor(step)
         newest = ops.of_levels(block.ids.unsqueeze(1), size, 0, 1).flatten()
-        self._keep_root(table, rows, base[:size], hidden[:size], gates[:size], newest, noisy, editor)
+        found: list[Continuations] | list[None] = [None] * depth
+        # Where logits depend on no token above, all candidates are found at once. What finds them may overwrite them.
+        if head.selector is not None and head.markov is None and editor is None and self._constrained is None:
+            found = ops.level_candidates(base, table, rows, 1, self._count, head.target_ids, noisy)
+        self._keep_root(table, rows, base[:size], hidden[:size], gates[:size], newest, noisy, editor, found[0])
         expansion = ops.expand(table, rows, shape, self._first, 0, 0, head.target_ids)
         nothing = self._first.feature[:1].expand(size, topk, -1)  # what nodes hand down; mostly nothing
         for level in range(1, depth):
@@ -71,7 +75,7 @@ class BlockDrafter(HeadDrafter):
             logits, handed = head.given(logits, states, above, handed)
             if editor is not None:
                 editor.apply(logits)
-            following = self._best(table, rows, logits, gates[here], above, level + 1, topk, noisy)
+            following = self._best(table, rows, logits, gates[here], above, level + 1, topk, noisy, found[level])
             if lanes < topk and head.selector is None:
                 following = Continuations(*(ops.repeat_rows(x, topk) for x in following))
             expansion.add(following, nothing if handed is None else handed.view(size, topk, -1))
@@ -116,10 +120,10 @@ class BlockDrafter(HeadDrafter):
 
     def _keep_root(
         self, table: RowTensors, rows: Tensor, base: Tensor, hidden: Tensor, gates: Tensor, newest: Tensor,
-        noisy: Tensor, editor: LogitEditor | None,
+        noisy: Tensor, editor: LogitEditor | None, found: Continuations | None,
     ) -> None:  # fmt: skip
         """base [B, V], hidden [B, H], gates [B, R]: of the rows that predict the first token, newest [B]: the token
-        above it -> what may follow the roots."""
+        above it, found: the first tokens' candidates, where these are known -> what may follow the roots."""
         head, ops, topk = self.head, self.ops, self.topk
         constrained, self._constrained = self._constrained, None
         state = self._zeros[: len(rows)] if head.state_width else None
@@ -137,21 +141,28 @@ class BlockDrafter(HeadDrafter):
             own = without(logits.index_select(0, at), banned, head.target_ids)
             parts.append((some, own, gates.index_select(0, at), newest.index_select(0, at), noisy_some))
         for which, scores, own_gates, above, sampled in parts:
-            following = self._best(table, which, scores, own_gates, above, 1, topk, sampled)
+            following = self._best(table, which, scores, own_gates, above, 1, topk, sampled, found)
             ops.keep_first(following, which, self._first, head.target_ids)
 
     def _best(
         self, table: RowTensors, rows: Tensor, logits: Tensor, gates: Tensor, above: Tensor, ahead: int, topk: int,
-        noisy: Tensor,
+        noisy: Tensor, found: Continuations | None,
     ) -> Continuations:  # fmt: skip
         """Returns the best `topk` tokens at kv_len + ahead: of the nodes of logits [M, V], or with a selector, whose
-        gates [B, R] are of the rows [B] of logits [B, V], those after each of the tokens above [M]."""
+        gates [B, R] are of the rows [B] of logits [B, V], those after each of the tokens above [M]; found: the
+        candidates of these, None: not known yet."""
         head, ops, selector = self.head, self.ops, self.head.selector
         if selector is None:
             return ops.continuations(logits, table, rows, ahead, topk, head.target_ids, noisy)
-        count = min(selector.count, head.vocab)
-        candidates = ops.continuations(logits, table, rows, ahead, count, head.target_ids, noisy)
-        return ops.pair_continuations(candidates, above, gates, selector.before, selector.after, topk, head.target_ids)
+        if found is None:
+            (found,) = ops.level_candidates(logits, table, rows, ahead, self._count, head.target_ids, noisy)
+        return ops.pair_continuations(found, above, gates, selector.before, selector.after, topk, head.target_ids)
+
+    @property
+    def _count(self) -> int:
+        """Returns how many candidates the selector chooses among."""
+        assert self.head.selector is not None
+        return min(self.head.selector.count, self.head.vocab)
 
     def constrain(self, table: RowTensors, rows: Tensor, banned: Tensor, noisy: Tensor) -> None:
         self._constrained = rows, banned, noisy

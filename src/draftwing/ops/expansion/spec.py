@@ -161,6 +161,17 @@ class ExpansionOps:
         ids, logp = top_tokens(z, topk)
         return Continuations(ids if target_ids is None else target_ids[ids], logp)
 
+    def level_candidates(
+        self, logits: Tensor, table: RowTensors, rows: Tensor, ahead: int, count: int, target_ids: Tensor | None,
+        noisy: Tensor,
+    ) -> list[Continuations]:  # fmt: skip
+        """Returns the `continuations` of each of L levels, of logits [L * B, V], level by level (`of_levels`): at
+        kv_len + ahead and on. As `pair_continuations` takes them."""
+        return [
+            self.continuations(own, table, rows, ahead + level, count, target_ids, noisy)
+            for level, own in enumerate(logits.split(len(rows)))
+        ]
+
     def pair_continuations(
         self, candidates: Continuations, above: Tensor, gate: Tensor, before: Tensor, after: Tensor, topk: int,
         target_ids: Tensor | None,

@@ -73,6 +73,41 @@ def _best_of_rows(key, COUNT: tl.constexpr, WIDTH: tl.constexpr):
 # -- continuations ---------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def noisy_scores(
+    ids, source, row, kv_len, seed, floats, target_ids, ahead, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Logits of the ids, of any shape, at kv_len + ahead of a row, with the noise of one that has a temperature; 0 past
+    VOCAB. source: all its logits, floats: what it is drawn with."""
+    valid = ids < VOCAB
+    z = tl.load(source + ids, mask=valid, other=0.0).to(tl.float32)
+    temperature, min_p = tl.load(floats), tl.load(floats + 2)
+    if temperature > 0.0:
+        if min_p > 0.0:  # each program looks through the row, which is in the caches: no launch for those without min-p
+            peak = tl.full([BLOCK], float("-inf"), tl.float32)
+            for first in range(0, VOCAB, BLOCK):
+                at = first + tl.arange(0, BLOCK)
+                every = tl.load(source + at, mask=at < VOCAB, other=float("-inf"))
+                peak = tl.maximum(peak, every.to(tl.float32))
+            z -= tl.maximum(tl.max(peak, 0) - z + temperature * tl.log(min_p), 0.0)
+        named = ids
+        if target_ids is not None:
+            named = tl.load(target_ids + ids, mask=valid, other=0).to(tl.int32)
+        low, high = position_words(tl.load(seed + row), tl.load(kv_len + row) + ahead)
+        z = tl.fma(gumbel(low, high, named), temperature, z)  # not left to the compiler: all kernels must agree
+    return z
+
+
+@triton.jit
+def merged_sums(sums, CHUNKS: tl.constexpr, CP: tl.constexpr):
+    """sums [CHUNKS, 2] of a row -> its peak, and the sum of exponentials below that."""
+    chunk = tl.arange(0, CP)
+    largest = tl.load(sums + chunk * 2, mask=chunk < CHUNKS, other=float("-inf"))
+    total = tl.load(sums + chunk * 2 + 1, mask=chunk < CHUNKS, other=0.0)
+    peak = tl.max(largest, 0)
+    return peak, tl.sum(tl.where(largest > float("-inf"), total * tl.exp(largest - peak), 0.0), 0)
+
+
 @triton.jit(do_not_specialize=["per_row", "ahead"])
 def _continuations_kernel(
     keys,
@@ -99,21 +134,8 @@ def _continuations_kernel(
     row = tl.load(rows + node // per_row)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     valid = ids < VOCAB
-    z = tl.load(logits + node.to(tl.int64) * logits_stride + ids, mask=valid, other=0.0).to(tl.float32)
-    temperature, min_p = tl.load(floats + row * floats_stride), tl.load(floats + row * floats_stride + 2)
-    if temperature > 0.0:
-        if min_p > 0.0:  # each chunk looks through the row, which is in the caches: no launch for those without min-p
-            peak = tl.full([BLOCK], float("-inf"), tl.float32)
-            for first in range(0, VOCAB, BLOCK):
-                at = first + tl.arange(0, BLOCK)
-                every = tl.load(logits + node.to(tl.int64) * logits_stride + at, mask=at < VOCAB, other=float("-inf"))
-                peak = tl.maximum(peak, every.to(tl.float32))
-            z -= tl.maximum(tl.max(peak, 0) - z + temperature * tl.log(min_p), 0.0)
-        named = ids
-        if target_ids is not None:
-            named = tl.load(target_ids + ids, mask=valid, other=0).to(tl.int32)
-        low, high = position_words(tl.load(seed + row), tl.load(kv_len + row) + ahead)
-        z += gumbel(low, high, named) * temperature
+    source = logits + node.to(tl.int64) * logits_stride
+    z = noisy_scores(ids, source, row, kv_len, seed, floats + row * floats_stride, target_ids, ahead, VOCAB, BLOCK)
     key = tl.where(valid, sort_key(z, ids), LAST)
     best = best_keys(key, TOPK, KP)
     z = tl.where(valid, z, float("-inf"))
@@ -182,7 +204,7 @@ def _log_sum(x):
     return largest + tl.log(tl.sum(tl.exp(x - largest), 0))
 
 
-@triton.jit(do_not_specialize=["per_row"])
+@triton.jit(do_not_specialize=["per_row"], do_not_specialize_on_alignment=["keys", "sums"])  # those of a level
 def _pairs_kernel(
     out_keys, out_sums, keys, sums, target_ids, above, gates, before, after, per_row,
     CHUNKS: tl.constexpr, CP: tl.constexpr, COUNT: tl.constexpr, KP: tl.constexpr, TOPK: tl.constexpr,
@@ -193,12 +215,7 @@ def _pairs_kernel(
     row = node // per_row
     at = tl.arange(0, CP * KP)
     best = best_keys(tl.load(keys + row * (CHUNKS * COUNT) + at, mask=at < CHUNKS * COUNT, other=LAST), COUNT, KP)
-    chunk = tl.arange(0, CP)
-    part = sums + (row * CHUNKS + chunk) * 2
-    largest = tl.load(part, mask=chunk < CHUNKS, other=float("-inf"))
-    total = tl.load(part + 1, mask=chunk < CHUNKS, other=0.0)
-    peak = tl.max(largest, 0)
-    total = tl.sum(tl.where(largest > float("-inf"), total * tl.exp(largest - peak), 0.0), 0)
+    peak, total = merged_sums(sums + row * CHUNKS * 2, CHUNKS, CP)
     lane = tl.arange(0, KP)
     known = lane < COUNT
     likely = tl.where(known, key_value(best) - (peak + tl.log(total)), float("-inf"))

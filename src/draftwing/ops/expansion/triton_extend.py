@@ -11,6 +11,7 @@ from draftwing.config.trees import TreeShape
 from draftwing.ops.assign.spec import LEVELS, MIDDLE, SLOPE
 from draftwing.ops.expansion.spec import ExpansionOps
 from draftwing.ops.expansion.triton import TritonTreeExpansion
+from draftwing.ops.expansion.triton_candidates import candidates
 from draftwing.ops.expansion.triton_continuations import continuations, merge_chunks, pair_continuations
 from draftwing.ops.triton.common import FEATURE_COLUMNS, field_pitch, int_fields, lanes, launch_options, start
 from draftwing.ops.types import BlockInputs, Chain, Continuations, Draft, Expansion, First, RowTensors, Unseen
@@ -240,6 +241,13 @@ class TritonExpansionOps(ExpansionOps):
         noisy: Tensor,
     ) -> Continuations:  # fmt: skip
         return continuations(logits, table, rows, ahead, topk, target_ids)
+
+    def level_candidates(
+        self, logits: Tensor, table: RowTensors, rows: Tensor, ahead: int, count: int, target_ids: Tensor | None,
+        noisy: Tensor,
+    ) -> list[Continuations]:  # fmt: skip
+        keys, sums = candidates(logits, table, rows, ahead, count, target_ids)
+        return [Continuations(*parts) for parts in zip(keys.split(len(rows)), sums.split(len(rows)), strict=True)]
 
     pair_continuations = staticmethod(pair_continuations)
 
