@@ -375,7 +375,24 @@ static struct Codes {
 static float value_of(u64 rows, int row, int k) { return codes.values[*swizzled(rows, row, k)]; }
 #else
 typedef u16 Operand;
+#ifdef WHOLE
+// Rows of 32 bytes, or slabs of 32 columns, which are rows here: the address in 16 bytes, and how many keys there are.
+static u64 ends_at(const void* p) { return (uintptr_t)p >> 4 | 1ull << 62; }
+template <int KEYS>
+static u64 slabs_at(const void* p) {
+    return (uintptr_t)p >> 4 | (u64)(KEYS / 8) << 48 | 2ull << 62;
+}
+static float value_of(u64 rows, int row, int k) {
+    uintptr_t at = (rows & (1ull << 48) - 1) << 4;
+    const int kind = rows >> 62, keys = (rows >> 48 & 63) * 8;
+    if (kind == 0) at += row * 128 + k * 2, at ^= (at >> 7 & 7) << 4;
+    if (kind == 1) at += row * 32 + k * 2, at ^= (at >> 7 & 1) << 4;
+    if (kind == 2) at += ((row / 32 * keys + k) * 32 + row % 32) * 2, at ^= (at >> 7 & 3) << 4;
+    return to_float(*(const u16*)at);
+}
+#else
 static float value_of(u64 rows, int row, int k) { return to_float(*(const u16*)swizzled(rows, row, k * 2)); }
+#endif
 #endif
 struct Factors { float* d; u64 a, b; int features; bool more; };
 static void do_product(const Factors& factors) {  // of 32 bytes of each row
@@ -469,7 +486,7 @@ struct TensorMap { const u16* data; bool result; int shape[3], box[3]; };
 static void prefetch_map(const TensorMap* map) {}
 static void prefetch_box(const TensorMap* map, int column, int row) {}
 static char* swizzled_box(const void* start, const TensorMap* map, int at) {  // bytes from a box's start
-    const int bits = map->box[0] == 64 ? 7 : 3;  // rows of 128 or of 64 bytes
+    const int bits = map->box[0] / 8 - 1;  // rows of 128, 64 or 32 bytes
     const uintptr_t place = (uintptr_t)start + at;
     return (char*)(place ^ (place >> 7 & bits) << 4);
 }
@@ -477,7 +494,7 @@ static char* swizzled_box(const void* start, const TensorMap* map, int at) {  //
 template <class EACH>
 static void each_piece(const void* start, const TensorMap* map, int column, int row, EACH each, int first = 0) {
     const auto [columns, rows, matrices] = map->box;
-    if ((columns != 64 && columns != 32) || (uintptr_t)start % (columns * 16)) abort();
+    if ((columns != 64 && columns != 32 && columns != 16) || (uintptr_t)start % (columns * 16)) abort();
     for (int i = 0; i < matrices * rows * columns / 8; ++i) {
         const int wide = columns / 8, at_column = column + i % wide * 8, at_row = row + i / wide % rows;
         const int matrix = first + i / wide / rows;
@@ -524,7 +541,7 @@ static void copy_box_once(void* to, const TensorMap* map, int column, int row, B
 }
 #endif
 
-#ifdef MANY_PAIRS
+#if defined(MANY_PAIRS) || defined(WHOLE)
 static void store_16(u16* to, const uint4& v) {
     if ((uintptr_t)to % 16) abort();
     memcpy(to, &v, 16);
@@ -564,6 +581,34 @@ struct FromRegisters {
         else products_open[me].push_back([mixed] { do_mixed(mixed); });
     }
 };
+#endif
+
+#ifdef WHOLE
+template <int FEATURES>
+struct Scores {
+    static void set(float (&d)[FEATURES / 2], const u32* a, u64 b) { FromRegisters<FEATURES>::add(d, a[0], a[1], a[2], a[3], b, 0); }
+    static void add(float (&d)[FEATURES / 2], const u32* a, u64 b) { FromRegisters<FEATURES>::add(d, a[0], a[1], a[2], a[3], b, 1); }
+};
+template <int FEATURES>
+struct Weighted : Scores<FEATURES> {};
+static float power(float x) { return exp2f(x); }
+static float __shfl_xor_sync(u32, float value, int by) {
+    shown.resize(fibers.size());
+    shown[me] = __float_as_uint(value);
+    meet(warp_arrived[me / 32], 32);
+    const u32 found = shown[me ^ by];
+    meet(warp_arrived[me / 32], 32);
+    return __uint_as_float(found);
+}
+static std::vector<int> turns, turns_taken;  // that a warp group was given, by threads, and that a thread has taken
+static void give_turn(int group) { ++turns[group], ++steps; }
+static void wait_for_turn(int group) {
+    const int fiber = me, all = ++turns_taken[fiber] * 128;
+    while (turns[group] < all) {
+        leave(fiber);
+        enter(fiber);
+    }
+}
 #endif
 
 #include SOURCE
@@ -648,9 +693,27 @@ static struct {  // of the next run besides what `job` and `expert` have; count:
 extern "C" void many_pairs_sizes(int count, int gated, int stages) { many_pairs = {count, gated, stages}; }
 #endif
 
+#ifdef WHOLE
+using WholeKernel = void (*)(TensorMap, TensorMap, TensorMap, TensorMap, TensorMap, u16*, int, int, int, float);
+static struct {  // of the next run besides what `job` has
+    int size, heads, keys;
+    float scale;
+} whole;
+extern "C" void whole_sizes(int size, int heads, int keys, float scale) {
+    whole = {size, heads, keys, scale};
+}
+#endif
+
 static void body() {
     const int fiber = me;
-#ifdef MANY_PAIRS
+#ifdef WHOLE
+    auto map = [](const u16* data, int rows, int columns, int some) {
+        return TensorMap{data, true, {whole.size, whole.heads, rows}, {columns, 1, some}};
+    };
+    ((WholeKernel)job.kernel)(map(job.x, job.M, 64, 64), map(job.x, job.M, 16, 64), map(job.w, job.N, 64, whole.keys),
+                              map(job.w, job.N, 16, whole.keys), map(job.bias, job.N, 32, whole.keys), job.y,
+                              job.M, job.N, whole.heads, whole.scale);
+#elif defined(MANY_PAIRS)
     const int parts = many_pairs.gated ? 2 : 1;
     const TensorMap w = {job.w, false, {job.K, job.N, many_pairs.count * parts}, {64, 64 / parts, parts}};
     ((ManyPairsKernel)job.kernel)(w, job.x, job.bias, expert.order, expert.tiles, job.y, expert.tile_count,
@@ -742,6 +805,9 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
 #ifdef FP8
             given.assign(cluster * 2, 0);
             taken.assign(fibers.size(), 0);
+#endif
+#ifdef WHOLE
+            turns.assign(3, 0), turns_taken.assign(fibers.size(), 0);
 #endif
             barriers.clear();
             waited.assign(fibers.size(), false);

@@ -13,6 +13,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+from draftwing.ops.attention import whole_cuda
 from draftwing.ops.cuda import nvrtc
 from draftwing.ops.experts import cuda as gemm_experts
 from draftwing.ops.experts import cuda_many as experts_many
@@ -161,6 +162,24 @@ def test_experts_of_many_pairs(dtype: torch.dtype, tmp_path: Path) -> None:
         code = subprocess.run([tool, "-sass", image], capture_output=True, text=True, check=True).stdout
         products, waits = code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
         assert 0 < waits < products, f"{products} products, {waits} waits"
+
+
+@pytest.mark.further(size=64)
+@pytest.mark.further(size=80)
+@pytest.mark.further(dtype=torch.float16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", whole_cuda.SIZES)
+def test_attention_of_towers(size: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    image = tmp_path / "whole.cubin"
+    source = whole_cuda.read_source(whole_cuda.FORMS[size].values(), dtype)
+    image.write_bytes(nvrtc.compile_source(source, gemm.options_for(dtype), HOPPER))
+    if (tool := disassembler()) is not None:
+        code = subprocess.run([tool, "-sass", image], capture_output=True, text=True, check=True).stdout
+        for kernel in code.split("Function : ")[1:]:
+            first, _, loop, *rest = kernel.split("WARPGROUP.DEPBAR")
+            assert "HGMMA" in first and len(rest) == 2 and "STL" not in kernel
+            # Weights are made while values of the keys before are multiplied, not behind the wait for these.
+            assert loop.count("MUFU.EX2") >= whole_cuda.FORMS[size][3].keys // 2
 
 
 @pytest.mark.exhaustive

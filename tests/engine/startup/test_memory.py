@@ -69,8 +69,8 @@ def test_hidden_states_beside_the_slots_take_their_part_of_the_pool(rig, monkeyp
 @pytest.mark.usefixtures("no_peak")
 @pytest.mark.parametrize(("context", "fits"), [(40, True), (40, False), (None, True)])
 def test_room_is_left_for_the_largest_image(rig, monkeypatch, caplog, context, fits):
-    """Of a context's tokens, by default the model's, and for features that are kept; an image without room is no reason
-    not to start."""
+    """Of a context's tokens, by default the model's, for one that is begun while steps run, and for features that are
+    kept; an image without room is no reason not to start."""
     seen, side = [], context or rig.model.config.max_positions
 
     def parts(pixels, tokens):
@@ -80,14 +80,16 @@ def test_room_is_left_for_the_largest_image(rig, monkeypatch, caplog, context, f
         yield 1
         raise AssertionError("a layer is enough")
 
-    tower = SimpleNamespace(config=SimpleNamespace(largest_side=lambda tokens: tokens), parts=parts)
+    of_side = {"begun_bytes": lambda side, itemsize: side**2 * itemsize, "rows_bytes": lambda side, itemsize: side}
+    config = SimpleNamespace(largest_side=lambda tokens: tokens, **of_side)
+    tower = SimpleNamespace(config=config, parts=parts)
     monkeypatch.setattr(rig.device, "peak", lambda run: run() and 5 * GB, raising=False)
     before, _ = sizing.trial(options(context_length=context), rig, graph_size=0)
     monkeypatch.setattr(sizing, "Executor", lambda *parts: SimpleNamespace(target=SimpleNamespace()))
     monkeypatch.setattr(sizing, "peak", lambda executor, plan: before)
     rig.model.tower = tower
     step, _ = sizing.trial(options(context_length=context), rig, graph_size=0)
-    image = 5 * GB + side * side * 3 if fits else before + rig.device.ops.attention_bytes
+    image = 5 * GB + side * side * 3 + side if fits else before + rig.device.ops.attention_bytes + side**2 * 4
     assert step == image + BUDGET and seen == [((side, side, 3), side)]
     assert ("40 x 40 pixels do not fit" in caplog.text) == (not fits)
 

@@ -68,6 +68,24 @@ def test_what_is_left_between_layers_has_no_pixels(tower: Tower) -> None:
     parts.close()  # type: ignore[attr-defined]  # until here it kept what it had
 
 
+@torch.inference_mode()
+def test_memory_of_an_image_that_is_begun(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step has room for what its image takes between any two layers."""
+    side = min(tower.config.largest_side(400), 8 * tower.config.least_side)
+    monkeypatch.setattr(tower.module, "at_once", 0)
+    before, found, pixels = set(storages()), [], torch.zeros(side, side, 3, dtype=torch.uint8)
+    for made in tower.parts(pixels, len(tower.module(pixels.float()))):
+        if isinstance(made, int):
+            found.append(sum(size for key, size in storages().items() if key not in before))
+    assert len(found) > 1 and max(found) <= tower.config.begun_bytes(side, 4)
+
+
+def storages() -> dict[int, int]:
+    """Returns bytes of the storages of all tensors that anything holds, by their addresses."""
+    every = [one for one in gc.get_objects() if type(one) is Tensor and one.device == CPU and not one.is_mkldnn]
+    return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in every}
+
+
 def floats(count: int) -> list[Tensor]:
     """Returns all tensors of so many numbers in float32 that anything holds."""
     every = [one for one in gc.get_objects() if type(one) is Tensor]

@@ -300,8 +300,9 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
         if rig.drafter is not None and rig.drafter.kv_layers:
             step = max(step, peak(executor, tree_step(rows, shape, longest, MAX_BACKLOG)))
         step += rig.device.ops.attention_bytes
-        if rig.model.tower is not None:  # whose work on an image has ended when the step begins
-            context = options.context_length or rig.model.config.max_positions
+        if rig.model.tower is not None:  # no part of its work on an image goes on while the step runs
+            config, context = rig.model.tower.config, options.context_length or rig.model.config.max_positions
+            step += config.begun_bytes(config.largest_side(context), rig.model.dtype.itemsize)
             step = max(step, tower_bytes(rig, context)) + image_features.BUDGET
         if graph_size:
             graphs = graph_bytes(executor, options, rig.menu, graph_size, tokens, longest, length)
@@ -320,13 +321,15 @@ def trial(options: Options, rig: Rig, graph_size: int) -> tuple[int, int]:
 @torch.inference_mode()
 def tower_bytes(rig: Rig, tokens: int) -> int:
     """Returns bytes that the tower takes at most for the largest image of so many tokens: up to the end of its first
-    layer, as what comes behind all of them takes less. Where there is no room the log says so."""
+    layer, as what comes behind all of them takes less, and for rows of features, which some layers make. Where there is
+    no room the log says so."""
     assert rig.model.tower is not None
     tower, device = rig.model.tower, rig.device
     side = tower.config.largest_side(tokens)
     try:
         pixels = torch.zeros(side, side, 3, dtype=torch.uint8, device=device.device)
-        return pixels.nbytes + device.peak(lambda: next(tower.parts(pixels, tokens)))
+        rows = tower.config.rows_bytes(side, rig.model.dtype.itemsize)
+        return pixels.nbytes + rows + device.peak(lambda: next(tower.parts(pixels, tokens)))
     except device.out_of_memory:
         log.warning(
             "memory: images of %d x %d pixels do not fit beside the weights: raise what is free, or make max_pixels of "

@@ -62,9 +62,26 @@ class TowerConfig:
         """Returns pixels of the side of a square that it reads, a small one."""
         raise NotImplementedError
 
+    @property
+    def token_side(self) -> int:
+        """Returns pixels of the side of what a token stands for."""
+        return self.least_side
+
     def largest_side(self, tokens: int) -> int:
         """Returns pixels of the side of the largest square that it reads, of at most so many tokens."""
         return self.least_side
+
+    def rows_bytes(self, side: int, itemsize: int) -> int:
+        """Returns bytes of rows of features of a square with such a side. itemsize: bytes of a value."""
+        return (side // self.token_side) ** 2 * self.row_size * itemsize
+
+    def begun_bytes(self, side: int, itemsize: int) -> int:
+        """Returns about how many bytes a square with such a side takes at most while others' steps run between layers:
+        pixels, what went into a layer and came out, what turns heads, and rows of features as they come. itemsize:
+        bytes of a value."""
+        turns = 8 * self.hidden // self.heads  # two of a head, float32
+        of_patch = 2 * self.hidden * itemsize + turns
+        return 3 * side**2 + (side // self.patch) ** 2 * of_patch + self.rows_bytes(side, itemsize)
 
     def products(self, height: int, width: int) -> int:
         """Returns about how many products one of its layers takes of an image of so many pixels."""
@@ -131,16 +148,21 @@ class TowerModule(nn.Module):
             if len(blocks) > 1:
                 yield first * len(made[-1][0])
         keys, values = (joined([each[i] for each in made]) for i in (1, 2))
-        attend = self.ops.whole_attention(keys, values, layer.scalar)
-        for block, (queries, *_) in zip(blocks, made, strict=True):
-            count, attended = len(queries), list[Tensor]()
-            for some in self._blocks(count, _QUERIES if len(blocks) > 1 else 0):
+        attend, work = self.ops.whole_attention(keys, values, layer.scalar), 0
+        for block in blocks:
+            if out:
+                yield work
+            queries, attended = made[len(out)][0], list[Tensor]()
+            for some in self._blocks(len(queries), _QUERIES if len(blocks) > 1 else 0):
                 attended.append(attend(queries[some]))
                 if len(blocks) > 1:
                     yield attention * len(attended[-1])
             out.append(layer.rest(x[block], joined(attended)))
-            yield rest * count if len(blocks) > 1 else (first + attention + rest) * count
-        return joined(out)
+            work = (rest if len(blocks) > 1 else first + attention + rest) * len(queries)
+        rows = joined(out)
+        del made, keys, values, attend, queries, attended, out  # what is left is kept while others' steps run
+        yield work
+        return rows
 
     def by_rows(
         self, function: Callable[[Tensor], Tensor], x: Tensor, products: int, patches: int = 1

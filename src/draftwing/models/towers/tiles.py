@@ -40,6 +40,10 @@ class TilesConfig(TowerConfig):
     def least_side(self) -> int:
         return self.patch * self.side
 
+    @property
+    def token_side(self) -> int:
+        return self.patch * self.factor
+
     def shades(self, files: Fields) -> dict[str, Any]:
         """Returns `mean` and `std` of what a folder says. Raises CheckpointError for what is not served."""
         for key in _PREPARED:
@@ -236,7 +240,7 @@ class TilesTower(TowerModule):
         patches = pixels.unflatten(0, (rows, -1)).unflatten(2, (columns, -1)).transpose(1, 2)  # [R, C, patch, patch, 3]
         at = config.positions(table.unflatten(0, (config.side, config.side)), rows, columns)
         x = self.embeddings["patch_embedding"](patches.flatten(2).flatten(0, 1).to(table.dtype)) + at.flatten(0, 1)
-        del pixels, patches  # what is left is kept while others' steps run
+        del pixels, patches, at  # what is left is kept while others' steps run
         for layer in cast(nn.ModuleList, self.encoder["layers"]):
             x = yield from self.through(cast(_Layer, layer), x, None)
         x, factor = self.post_layernorm(x), config.factor

@@ -25,7 +25,7 @@ _MAX_DYNAMIC_SHARED, _SHARED_CARVEOUT = 8, 9  # of CUfunction_attribute
 _SYSTEM_SHARED = 1 << 10  # bytes of shared memory that a block has besides its own
 ALL_SHARED = 1 << 10  # blocks, for which no multiprocessor has room
 _BFLOAT16_MAP, _PROMOTE_256B = 9, 3  # of CUtensorMapDataType, ...L2promotion
-_SWIZZLES = {64: 2, 128: 3}  # of CUtensorMapSwizzle, by bytes of a row of a box
+_SWIZZLES = {32: 1, 64: 2, 128: 3}  # of CUtensorMapSwizzle, by bytes of a row of a box
 TensorMap = ctypes.Array[ctypes.c_uint64]
 Arg = Tensor | TensorMap | int | float | None
 
@@ -129,12 +129,16 @@ class Module:
 
 
 @functools.lru_cache(maxsize=4096)  # a pure function of its arguments, for weights asked for in each launch
-def tensor_map(address: int, shape: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
-    """Returns what the copy engine is told of a contiguous tensor in 16 bits, of which it brings boxes to shared
-    memory, or stores them from there, in the order of 64- or 128-byte swizzling. shape, box: the last dimension first;
-    a row of a box has 64 or 128 bytes."""
+def tensor_map(
+    address: int, shape: tuple[int, ...], box: tuple[int, ...], strides: tuple[int, ...] | None = None
+) -> TensorMap:
+    """Returns what the copy engine is told of a tensor in 16 bits, of which it brings boxes to shared memory, or stores
+    them from there, in the order of 32-, 64- or 128-byte swizzling. shape, box: the last dimension first; a row of a
+    box has 32, 64 or 128 bytes. strides: bytes from one to the next of each dimension but the last, multiples of 16;
+    None: of a contiguous tensor."""
     rank = len(shape)
-    strides = [2 * math.prod(shape[: i + 1]) for i in range(rank - 1)]  # bytes
+    if strides is None:
+        strides = tuple(2 * math.prod(shape[: i + 1]) for i in range(rank - 1))
     room = (ctypes.c_uint64 * 24)()
     skip = -ctypes.addressof(room) % 64 // 8  # the driver wants its 128 bytes aligned to 64
     driver, words, longs = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint32 * rank, ctypes.c_uint64 * rank

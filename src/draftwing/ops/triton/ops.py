@@ -7,6 +7,7 @@ import torch
 from draftwing.ops.adapters.triton import TritonAdapterOps
 from draftwing.ops.assign.triton import TritonAssignOps
 from draftwing.ops.attention.triton import PagedAttention
+from draftwing.ops.attention.whole_cuda import hopper_whole
 from draftwing.ops.elementwise.triton import TritonElementwiseOps
 from draftwing.ops.expansion.triton_extend import TritonExpansionOps
 from draftwing.ops.experts.triton import TritonExpertOps
@@ -54,3 +55,4 @@ class TritonOps(TorchOps):
             attention=PagedAttention,
         )
         self.expert_gemm, self.head_products = expert_gemm, gemms.head_products
+        self.whole_attention = hopper_whole
