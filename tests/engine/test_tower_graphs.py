@@ -133,6 +133,15 @@ def test_graphs_of_tiny_pictures_are_few(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [graphs.run(np.zeros((1, width, 3), np.uint8), 1) is not None for width in (1, 2, 3)] == [False, True, True]
 
 
+def test_bytes_that_are_left_for_graphs() -> None:
+    """For layers of the largest one, and for pixels and rows of features of all."""
+    plain, deep = (PatchMergerConfig(token=1, width=4096, deep=count) for count in (0, 3))
+    layers, pixels, rows = 2048 * (4 * 4304 + 16 * 1152) * 2, 8192 * 16 * 16 * 3, 2048 * 4096 * 2
+    for config in (plain, deep):
+        expected = layers + pixels + rows * (1 + config.deep)
+        assert 0.97 * expected < tower_graphs.kept_bytes(config, torch.bfloat16) <= expected
+
+
 class Uploads(TorchFunctionMode):
     """Fails where something is copied from the host: its own tensors, lists of indices, or what they are made of."""
 

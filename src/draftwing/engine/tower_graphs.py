@@ -5,6 +5,7 @@ nothing runs, of a size that came twice."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -29,9 +30,11 @@ Size = tuple[int, ...]  # height and width
 
 
 def kept_bytes(config: TowerConfig, dtype: torch.dtype) -> int:
-    """Returns about how many bytes graphs keep in which layers work, of the largest picture: with 1,152 values and
-    4,304 between the two matrices of an MLP a patch took 68 KB."""
-    return MOST_PATCHES * (4 * config.ffn + 16 * config.hidden) * dtype.itemsize
+    """Returns about how many bytes graphs keep: those in which layers work, of the largest picture (with 1,152 values
+    and 4,304 between the two matrices of an MLP a patch took 68 KB), and pixels and rows of each."""
+    layers = MOST_PATCHES * (4 * config.ffn + 16 * config.hidden) * dtype.itemsize
+    side = math.isqrt(ALL_PATCHES) * config.patch
+    return layers + 3 * ALL_PATCHES * config.patch**2 + config.rows_bytes(side, dtype.itemsize)
 
 
 class _Graph(NamedTuple):
