@@ -375,7 +375,7 @@ static struct Codes {
 static float value_of(u64 rows, int row, int k) { return codes.values[*swizzled(rows, row, k)]; }
 #else
 typedef u16 Operand;
-#ifdef WHOLE
+#ifdef PICTURES
 // Rows of 32 bytes, or slabs of 32 columns, which are rows here: the address in 16 bytes, and how many keys there are.
 static u64 ends_at(const void* p) { return (uintptr_t)p >> 4 | 1ull << 62; }
 template <int KEYS>
@@ -541,7 +541,7 @@ static void copy_box_once(void* to, const TensorMap* map, int column, int row, B
 }
 #endif
 
-#if defined(MANY_PAIRS) || defined(WHOLE)
+#if defined(MANY_PAIRS) || defined(PICTURES)
 static void store_16(u16* to, const uint4& v) {
     if ((uintptr_t)to % 16) abort();
     memcpy(to, &v, 16);
@@ -583,7 +583,7 @@ struct FromRegisters {
 };
 #endif
 
-#ifdef WHOLE
+#ifdef PICTURES
 template <int FEATURES>
 struct Scores {
     static void set(float (&d)[FEATURES / 2], const u32* a, u64 b) { FromRegisters<FEATURES>::add(d, a[0], a[1], a[2], a[3], b, 0); }
@@ -693,7 +693,7 @@ static struct {  // of the next run besides what `job` and `expert` have; count:
 extern "C" void many_pairs_sizes(int count, int gated, int stages) { many_pairs = {count, gated, stages}; }
 #endif
 
-#ifdef WHOLE
+#ifdef PICTURES
 using WholeKernel = void (*)(TensorMap, TensorMap, TensorMap, TensorMap, TensorMap, u16*, int, int, int, float);
 static struct {  // of the next run besides what `job` has
     int size, heads, keys;
@@ -706,7 +706,7 @@ extern "C" void whole_sizes(int size, int heads, int keys, float scale) {
 
 static void body() {
     const int fiber = me;
-#ifdef WHOLE
+#ifdef PICTURES
     auto map = [](const u16* data, int rows, int columns, int some) {
         return TensorMap{data, true, {whole.size, whole.heads, rows}, {columns, 1, some}};
     };
@@ -806,7 +806,7 @@ extern "C" bool run(Kernel kernel, int block_threads, int cluster, int shared, c
             given.assign(cluster * 2, 0);
             taken.assign(fibers.size(), 0);
 #endif
-#ifdef WHOLE
+#ifdef PICTURES
             turns.assign(3, 0), turns_taken.assign(fibers.size(), 0);
 #endif
             barriers.clear();

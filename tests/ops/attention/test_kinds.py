@@ -194,8 +194,8 @@ def test_images_whose_tokens_see_each_other(name: str, dtype: torch.dtype, ops: 
         torch.testing.assert_close(whole[position].double(), expected, **close)
     for start, end in ((3, 99), (12, 21), (90, 240), (100, 231), (180, 231), (231, 290), (260, 300)):
         part, here = text.chunk(start, end - start, images), whole[start:end]
-        if ops.name == "torch":  # whose bits are a matter of the CPU's GEMM
-            torch.testing.assert_close(part, here, atol=2e-6, rtol=1e-5)
+        if ops.name == "torch":  # whose bits are a matter of the CPU's GEMM, and so which way bfloat16 is rounded
+            torch.testing.assert_close(part, here, atol=2e-6, rtol=1e-5 if dtype == torch.float32 else 2**-7)
         else:
             assert torch.equal(part, here)
 

@@ -47,7 +47,7 @@ class Host:
         own = (Path(whole_cuda.__file__).parent / "whole.cu").read_text()
         files = read_files(["gemm_bulk.cu", "gemm_wgmma.cu", "gemm_dense.cu"])
         self._library = compiled(
-            folder, "".join([*files, own, form.line]), "-DDENSE", "-DEXPERTS", "-DMANY_PAIRS", "-DWHOLE"
+            folder, "".join([*files, own, form.line]), "-DDENSE", "-DEXPERTS", "-DMANY_PAIRS", "-DPICTURES"
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, early: int = EARLY) -> Tensor:
